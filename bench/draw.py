@@ -43,8 +43,7 @@ def figure(name: str) -> plot.Figure:
     default=str(plot.FIGURES),
     help="Folder of the pictures.  [default: bench/figures]",
 )
-@click.option("--png", is_flag=True, help="Write PNG as well as SVG.")
-def command(names: tuple[str, ...], results: str | None, out: str, png: bool) -> None:
+def command(names: tuple[str, ...], results: str | None, out: str) -> None:
     """Draw from records: NAME.svg and NAME.csv.
 
     Without NAME all figures that have records are drawn, and the others are named with the command
@@ -58,7 +57,7 @@ def command(names: tuple[str, ...], results: str | None, out: str, png: bool) ->
     failed = drawn = 0
     for name in chosen:
         try:
-            plot.make(figure(name), folder, Path(out), png)
+            plot.make(figure(name), folder, Path(out))
             print(Path(out) / f"{name}.svg")
             drawn += 1
         except SparqError as e:

@@ -123,7 +123,7 @@ def colours(names: Sequence[str]) -> dict[str, str]:
     return {n: fixed.get(n) or by_type.get(n.rpartition(" ")[2], PAPER) for n in names}
 
 
-def make(figure: Figure, folder: Path, out: Path, png: bool = False) -> None:
+def make(figure: Figure, folder: Path, out: Path) -> None:
     """Draw one figure from the records in `folder`.
 
     Raises:
@@ -136,4 +136,4 @@ def make(figure: Figure, folder: Path, out: Path, png: bool = False) -> None:
     except ModuleNotFoundError as e:
         raise SparqError(f"{e.name} is not installed", paths.install_command("figures")) from None
     about = {"Title": figure.title, "Description": caption(figure, folder)}
-    write(picture, rows, figure.name, about, out, png)
+    write(picture, rows, figure.name, about, out)

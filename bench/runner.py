@@ -16,7 +16,9 @@ from typing import Any
 import click
 
 from pyorch import engine
+from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
+from pyorch.bench.plan import Synthetic
 from pyorch.bench.records import Done, Record, Result
 from pyorch.cli import types
 from pyorch.cli.terminal import note
@@ -53,6 +55,14 @@ THREADS = click.option(
     callback=lambda _, __, given: given or engine.usable_cores(),
     help="Number of threads.  [default: all cores]",
 )
+SOME_MODEL = click.option(
+    "--model",
+    "-m",
+    metavar="FILE",
+    type=types.File(),
+    callback=lambda _, __, given: Path(given) if given else None,
+    help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
+)
 _ALWAYS = (
     click.option(
         "--out",
@@ -63,6 +73,33 @@ _ALWAYS = (
     ),
     click.option("--force", is_flag=True, help="Measure again what is recorded already."),
 )
+
+
+def layers(default: int) -> Any:
+    """The option for the layers of the model that `model_of` writes."""
+    text = "Layers of the synthetic model."
+    kind = types.LAYERS
+    return click.option("--layers", type=kind, default=default, show_default=True, help=text)
+
+
+def model_of(given: Given) -> Path:
+    """The model of --model, or a synthetic one, written if it is not there."""
+    return given.model or Synthetic("llama2-7b", given.layers, "q8_0").written()
+
+
+def specs(*default: str) -> Any:
+    """The option for settings of attention."""
+    return click.option(
+        "-a",
+        "--attn",
+        "specs",
+        multiple=True,
+        metavar="SPEC",
+        default=default,
+        show_default=True,
+        callback=lambda _, __, given: [parse_spec(line) for line in given],
+        help="Settings of attention; repeatable.",
+    )
 
 
 def samples(default: int) -> Any:

@@ -14,13 +14,14 @@
 // Raise it where a tensor comes to mean something else and nothing below says so: the order of `wanted`, say
 #define GGML_SPARSE_LAYOUT_EDITION 1
 
-// X(field), of the parameters of a step, which are sent as bytes. An assertion stops the build where a field is missing
-#define GGML_SPARSE_FIELDS_SEAL(X)         X(n_bit) X(n_rot)
-#define GGML_SPARSE_FIELDS_SCORE(X)        X(rank) X(scale) X(max_bias) X(softcap) X(n_bit) X(n_rot) X(i_rank)
-#define GGML_SPARSE_FIELDS_SELECT(X)       X(topk_max) X(n_head_kv) X(n_local_max) X(rest) X(top_p) X(i_k) X(i_forced)
-#define GGML_SPARSE_FIELDS_SCORE_SELECT(X) X(score) X(select)
-#define GGML_SPARSE_FIELDS_ATTEND(X)       X(scale) X(max_bias) X(softcap) X(mean_v)
-#define GGML_SPARSE_FIELDS_PREFILL(X)      X(scale) X(max_bias) X(softcap) X(fast) X(keep)
+// T(type, F(field)...): the parameters of a step, which are sent as bytes. A step without its line, or a line without a field, stops the build
+#define GGML_SPARSE_PARAMS_SEAL(T, F)         T(ggml_sparse_seal_params,         F(n_bit) F(n_rot))
+#define GGML_SPARSE_PARAMS_VISIBLE(T, F)      // none
+#define GGML_SPARSE_PARAMS_SCORE(T, F)        T(ggml_sparse_score_params,        F(rank) F(scale) F(max_bias) F(softcap) F(n_bit) F(n_rot) F(i_rank))
+#define GGML_SPARSE_PARAMS_SELECT(T, F)       T(ggml_sparse_select_params,       F(topk_max) F(n_head_kv) F(n_local_max) F(rest) F(top_p) F(i_k) F(i_forced))
+#define GGML_SPARSE_PARAMS_SCORE_SELECT(T, F) T(ggml_sparse_score_select_params, F(score) F(select))
+#define GGML_SPARSE_PARAMS_ATTEND(T, F)       T(ggml_sparse_attend_params,       F(scale) F(max_bias) F(softcap) F(mean_v))
+#define GGML_SPARSE_PARAMS_PREFILL(T, F)      T(ggml_sparse_prefill_params,      F(scale) F(max_bias) F(softcap) F(fast) F(keep))
 
 // FNV-1a
 struct ggml_sparse_layout_hash {
@@ -54,20 +55,22 @@ constexpr uint32_t ggml_sparse_layout() {
     h.number(offsetof(P, field)); \
     h.number(sizeof(P::field)); \
     h.number(std::is_integral<decltype(P::field)>::value);
-#define PARAMS(type, FIELDS) \
+#define CHECK(type, sizes) \
     { \
         using P = type; \
-        static_assert(0 FIELDS(SIZE) == sizeof(P), "sparse-layout.h names every field of " #type); \
-        h.text(#type); \
-        FIELDS(FIELD) \
+        static_assert(0 sizes == sizeof(P), "sparse-layout.h names every field of " #type); \
     }
-    PARAMS(ggml_sparse_seal_params, GGML_SPARSE_FIELDS_SEAL)
-    PARAMS(ggml_sparse_score_params, GGML_SPARSE_FIELDS_SCORE)
-    PARAMS(ggml_sparse_select_params, GGML_SPARSE_FIELDS_SELECT)
-    PARAMS(ggml_sparse_score_select_params, GGML_SPARSE_FIELDS_SCORE_SELECT)
-    PARAMS(ggml_sparse_attend_params, GGML_SPARSE_FIELDS_ATTEND)
-    PARAMS(ggml_sparse_prefill_params, GGML_SPARSE_FIELDS_PREFILL)
-#undef PARAMS
+#define HASH(type, fields) \
+    { \
+        using P = type; \
+        h.text(#type); \
+        fields \
+    }
+#define X(step) GGML_SPARSE_PARAMS_##step(CHECK, SIZE) GGML_SPARSE_PARAMS_##step(HASH, FIELD)
+    GGML_SPARSE_STEPS(X)
+#undef X
+#undef HASH
+#undef CHECK
 #undef FIELD
 #undef SIZE
 #define X(name) h.text(#name); h.number(GGML_SPARSE_STAT_##name);

@@ -162,58 +162,19 @@ QUANTISED = [
 ]
 TYPICAL = [
     Case(2042, 128, (4, 4), "16", "64", 32, "f16", (1, 1), "part", "mixed", "mean_v", True, 101),
-    Case(
-        2042,
-        64,
-        (8, 2),
-        "16",
-        "64",
-        1,
-        "bf16",
-        (3, 1),
-        "causal",
-        "mixed",
-        "mean_v+sinks",
-        False,
-        102,
-    ),
+    Case(n_kv=2042, type_k="bf16", batch=(3, 1), extra="mean_v+sinks", seed=102),
     Case(4097, 100, (7, 1), "16", "64", 32, "f32", (1, 2), "alibi", "all", "mean_v", False, 103),
     Case(501, 80, (4, 4), "16", "64", 0, "f16", (2, 3), "part", "none", "mean_v+sinks", True, 104),
     Case(9000, 128, (8, 2), "16", "64", 32, "f16", (1, 1), "causal", "all", "plain", True, 105),
 ]
+ALL_OF_IT = "mean_v+sinks+top_p"
 # fewer than k positions carry the mass in some of their heads, not in others
 TOP_P = [
     Case(2042, 64, (4, 4), "16", "512", 8, "f16", (2, 1), "part", "mixed", "top_p", True, 301),
     Case(
-        4097,
-        64,
-        (8, 2),
-        "16",
-        "n-1",
-        1,
-        "bf16",
-        (1, 2),
-        "causal",
-        "all",
-        "mean_v+top_p",
-        False,
-        302,
+        4097, topk="n-1", type_k="bf16", batch=(1, 2), sealed="all", extra="mean_v+top_p", seed=302
     ),
-    Case(
-        501,
-        80,
-        (7, 1),
-        "d",
-        "n+5",
-        32,
-        "f32",
-        (3, 1),
-        "hidden",
-        "none",
-        "mean_v+sinks+top_p",
-        True,
-        303,
-    ),
+    Case(501, 80, (7, 1), "d", "n+5", 32, "f32", (3, 1), "hidden", "none", ALL_OF_IT, True, 303),
 ]
 
 

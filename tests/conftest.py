@@ -77,15 +77,25 @@ def llama_cpp(native_lib_dir: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def ggml_headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder `ggml` of the source that the library is built from."""
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`unpacked("ggml/include")`: this folder of the source that the library is built from."""
     pin = source.read_pin()
     where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    into = tmp_path_factory.mktemp("ggml")
-    source.unpack(where, f"{pin.folder}/ggml", into, skip=("cmake",))
-    return into
+
+    def folder_of(name: str) -> Path:
+        if not where.path.exists():
+            pytest.skip("the source of the build is no longer in the cache")
+        into = tmp_path_factory.mktemp("source") / name
+        source.unpack(where, f"{pin.folder}/{name}", into, skip=("cmake",))
+        return into
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def ggml_headers(unpacked: Callable[[str], Path]) -> Path:
+    """Folder `ggml` of that source."""
+    return unpacked("ggml")
 
 
 @pytest.fixture(scope="session")
@@ -141,7 +151,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(transfer, "FIRST_WAIT_S", 0.01)
-        monkeypatch.setattr("pyorch.cli.explain._bandwidth", lambda n_threads: 1e10)  # seconds
         yield hub
         huggingface_hub.close_session()
 
@@ -160,8 +169,10 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """`run("generate", "-p", "x", stdin="...")`: the command as a user would run it, with
-    folders of documents of its own; with `terminal`, stdin and stderr pass for one."""
+    folders of documents of its own; with `terminal`, stdin and stderr pass for one. `explain` does
+    not measure the memory's speed, which takes seconds: test_machines.py runs it whole."""
 
+    monkeypatch.setattr("pyorch.cli.explain._bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(paths, "documents", lambda: tmp_path / "documents")
     monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
     for command in ("GENERATE", "CHAT", "DEMO", "READ"):  # busy threads wait for each other

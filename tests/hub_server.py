@@ -8,15 +8,27 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+
+if TYPE_CHECKING:
+    from pyorch.models import pull
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/repo"
+
+
+def found(text: str = f"hf:{REPO}", say: Callable[[str], None] = lambda _: None) -> pull.Model:
+    """What the hub has under a name that is one of its own, or a card's."""
+    from pyorch.models import pull  # huggingface-hub, once the fixture `hub` has prepared it
+
+    spec = pull.parse_spec(text)
+    assert spec is not None
+    return pull.find(spec, say)
 
 
 @dataclass

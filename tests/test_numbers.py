@@ -214,6 +214,8 @@ TABLES: dict[str, Callable[[], str]] = {
             ("quantisations/speed", output.markdown),
             ("long/speed", output.markdown),
             ("attention", attention_table.markdown),
+            ("long/prompt_time", prompt_time.table),
+            ("ik_llama/prompt_time", prompt_time.table),
         )
     },
     **{
@@ -229,7 +231,7 @@ def test_a_table_beside_records_is_made_from_them(name: str) -> None:
 
 
 def test_the_marked_table_of_evaluations_is_made_from_records() -> None:
-    text = (ROOT / "docs" / "measurements.md").read_text("utf-8")
+    text = (ROOT / "docs" / "demo-model.md").read_text("utf-8")
     marked = text.partition("<!-- eval -->")[2].partition("<!-- /eval -->")[0]
     made = summary.markdown(series.read_folder(EPYC / "eval", ["repetition", "needle"]))
     assert marked.split() == made.split()
@@ -239,7 +241,7 @@ INTERVAL = re.compile(r"[-+]?\d+\.\d+ \([-+]?[\d.]+(?:-| to )[-+]?[\d.]+\)")
 
 
 def factors() -> Iterator[str]:
-    """The factors that docs/evals.md gives in place of the KL itself."""
+    """The factors that docs/quality.md gives in place of the KL itself."""
     compared = [(f"eval-prompts/{m}-4k", "fidelity", "stock-fa0") for m in ("q15", "sm", "ge")]
     compared += [
         (f"eval-real/{name}", "answers_squad", "sparq,ratio=1/8")
@@ -254,7 +256,7 @@ def factors() -> Iterator[str]:
 def test_intervals_of_the_documentation_are_those_of_the_tables() -> None:
     made = {x for name in TABLES for x in INTERVAL.findall(wide(TABLES[name]()))}
     made |= {x.group() for x in map(INTERVAL.match, factors()) if x}
-    found = INTERVAL.findall(wide((ROOT / "docs" / "evals.md").read_text("utf-8")))
+    found = INTERVAL.findall(wide((ROOT / "docs" / "quality.md").read_text("utf-8")))
     assert len(found) > 50
     assert [x for x in found if x not in made] == []
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -76,20 +76,26 @@ def test_the_sdist_makes_the_same_wheel_and_leaves_the_records_out(
     assert contents(pack(folder, tmp_path / "dist", "wheel")) == contents(wheel)
 
 
-def demo(python: Path, cwd: Path) -> None:
-    """Run the demo that is installed beside `python`, from a folder that is not the clone.
+def works(python: Path, cwd: Path) -> None:
+    """Let the program that is installed beside `python` go on with a text, from a folder that is
+    not the clone, with the model and the text that come with it.
 
     Raises:
         AssertionError: it failed, or nothing ran sparse.
     """
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"SPARQ_CUDA": "0"}
-    argv = [str(python.with_name("sparq-cpp")), "demo", "--toy", "-n", "4"]
+    where = "from pyorch import paths; print(paths.data('models') / 'demo')"
+    folder = subprocess.run([python, "-c", where], cwd=cwd, env=env, capture_output=True, text=True)
+    demo = Path(folder.stdout.strip())
+    assert demo.is_relative_to(python.parents[1])
+    argv = [str(python.with_name("sparq-cpp")), "generate", "-m", str(demo / "demo.gguf")]
+    argv += ["-f", str(demo / "document.txt"), "--ratio", "1/8", "-n", "4", "--json"]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"that were sparse \| - \| (\d+) of \1 \|", done.stdout), done.stdout
+    assert json.loads(done.stdout)["share_sparse"] == 1
 
 
-def test_demo_from_the_wheel(wheel: Path, tmp_path: Path, native_lib_dir: Path) -> None:
+def test_it_works_from_the_wheel(wheel: Path, tmp_path: Path, native_lib_dir: Path) -> None:
     """With this environment's packages below the installed one, and the library built before."""
     pytest.importorskip("pip")
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
@@ -98,12 +104,12 @@ def test_demo_from_the_wheel(wheel: Path, tmp_path: Path, native_lib_dir: Path) 
     subprocess.run([*argv, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (packages / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    demo(python, tmp_path)
+    works(python, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_demo_from_the_index(
+def test_it_works_from_the_index(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, native_lib_dir: Path
 ) -> None:
     """In an empty environment, with what pip finds for our requirements."""
@@ -111,4 +117,4 @@ def test_demo_from_the_index(
     venv.create(tmp_path / "env", with_pip=True, symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", str(file)], check=True)
-    demo(python, tmp_path)
+    works(python, tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tiny_gguf import N_VOCAB, _add_vocabulary
+from tiny_gguf import N_VOCAB, _add_vocabulary, finish
 
 
 @dataclass
@@ -109,26 +109,25 @@ def _gemma2(m: Model) -> None:
         "final_logit_softcapping": 30.0,
         "attention.sliding_window": 64,
     }
+    _gemma(m, qk_norm=False)
+
+
+def _gemma3(m: Model) -> None:
+    """Five of six layers have a sliding window, unless the file has another pattern."""
+    m.keys |= {"attention.sliding_window": 64}
+    _gemma(m, qk_norm=True)
+
+
+def _gemma(m: Model, qk_norm: bool) -> None:
     m.ends(output=False)
     m.tensors["token_embd.weight"] /= np.sqrt(m.n_embd)  # the model scales embeddings itself
     for i in range(m.n_layer):
         for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             m.norm(f"blk.{i}.{name}")
         m.qkv(i)
-        m.mlp(i)
-
-
-def _gemma3(m: Model) -> None:
-    """Five of six layers have a sliding window, unless the file has another pattern."""
-    m.keys |= {"attention.sliding_window": 64}
-    m.ends(output=False)
-    m.tensors["token_embd.weight"] /= np.sqrt(m.n_embd)
-    for i in range(m.n_layer):
-        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
-            m.norm(f"blk.{i}.{name}")
-        m.qkv(i)
-        m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
-        m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
+        if qk_norm:
+            m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
+            m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
         m.mlp(i)
 
 
@@ -347,10 +346,7 @@ def save(m: Model, path: Path) -> Path:
     _add_vocabulary(w, None)
     for name, values in m.tensors.items():
         w.add_tensor(name, values)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
     return path
 
 

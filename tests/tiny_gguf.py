@@ -63,11 +63,16 @@ def write_tiny_gguf(
         w.add_uint32(key, value)
     _add_vocabulary(w, chat_template, space_prefix, word)
     _add_weights(w, n_layer, n_embd, n_head_kv * head_dim, n_ff, np.random.default_rng(seed))
+    finish(w)
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
+
+
+def finish(w: gguf.GGUFWriter) -> None:
+    """Write what was added."""
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
-    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
 def _add_vocabulary(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from tiny_gguf import finish
 
 N_EMBD = 128  # of the tiny text models
 SIDE = 32  # pixels of an image
@@ -79,10 +80,7 @@ def write(path: Path, projector: str, seed: int = 0) -> Path:
         for name, n in (("mm.0", WIDTH), ("mm.2", N_EMBD)):
             matrix(name, N_EMBD, n)
             vector(f"{name}.bias", N_EMBD, 0.0)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+    finish(w)
     return path
 
 

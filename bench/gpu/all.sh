@@ -67,7 +67,7 @@ if [ "${1:-}" = --cpu ]; then
     exit $failed
 fi
 step doctor 120 $sparq doctor
-[ -n "${SPARQ_LIBRARY:-}" ] || step build 3000 $sparq build --cuda --cuda-arch native
+[ -n "${SPARQ_LIBRARY:-}" ] || step build 3000 $sparq build --cuda native
 step ops 1800 env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
 [ -n "${SPARQ_LIBRARY:-}" ] || step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
 step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'

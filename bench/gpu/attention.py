@@ -16,7 +16,6 @@ record of each case counts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
@@ -36,16 +35,15 @@ from pyorch.bench import paper, records
 from pyorch.bench.records import Done, Record, Result, where_given
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
-from pyorch.native.slots import sources
-from pyorch.table import markdown
-
-from ggml_ctypes import (  # isort: skip  device.py finds it
+from pyorch.native.params import (
     STATS,
     ScoreParams,
     ScoreSelectParams,
     SealParams,
     SelectParams,
 )
+from pyorch.native.slots import sources
+from pyorch.table import markdown
 
 FILE = "gpu_attention.jsonl"
 NEEDS = "python -m bench gpu_attention"
@@ -89,9 +87,6 @@ OPTIONS = (
         "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
     ),
     click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
-    click.option(
-        "--only", default="", metavar="REGEX", help="Measure cases with names like this one only."
-    ),
 )
 
 
@@ -104,7 +99,7 @@ def opened(name: str) -> Device:
     """
     built = native.built()
     if name == "cuda" and not (built / "libggml-cuda.so").exists():
-        raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda")
+        raise SparqError("this build is for the CPU only", "sparq-cpp build --cuda native")
     return Device(built, name)
 
 
@@ -128,7 +123,7 @@ def cases(quick: bool) -> list[Case]:
 def groups(given: runner.Given) -> list[list[Case]]:
     """Each case by itself; without torch those of ggml alone."""
     opened(given.device)
-    found = [c for c in cases(given.quick) if re.search(given.only, str(c))]
+    found = cases(given.quick)
     if not has_torch():
         note("torch is not installed, or sees no CUDA device: dense is ggml's flash attention only")
         found = [c for c in found if not c.method.startswith("torch")]

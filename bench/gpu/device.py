@@ -1,34 +1,51 @@
-"""A CUDA device as the op tests see ggml: tensors, graphs, and how long they take."""
+"""ggml on a CUDA device: tensors, graphs, and how long they take."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pyorch.errors import SparqError
+from pyorch.native.params import ScoreSelectParams, SealParams
+from pyorch.native.slots import Sources
+from pyorch.native.tensor import Tensor
 
-_TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path += [str(_TESTS), str(_TESTS / "ops")]  # which are no package
-
-from ggml_ctypes import TYPES, Ggml, InitParams, TensorPtr, _library  # noqa: E402
+TYPES = {"f32": 0, "f16": 1, "i8": 24, "i32": 26, "i64": 27}  # enum ggml_type
+TensorPtr = POINTER(Tensor)
 
 
-class Device(Ggml):
-    """The ggml of a build, and one of its devices."""
+class InitParams(ctypes.Structure):
+    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+
+class Device:
+    """The ggml of a build, and one of its devices.
+
+    Raises:
+        SparqError: there is no such device.
+    """
 
     def __init__(self, folder: Path, device: str) -> None:
-        super().__init__(folder)
+        self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
         base, t, p = self.base, TensorPtr, c_void_p
         for name, result, *args in (
+            ("ggml_init", p, InitParams),
+            ("ggml_free", None, p),
+            ("ggml_new_tensor", t, p, c_int, c_int, POINTER(c_int64)),
+            ("ggml_nbytes", c_size_t, t),
+            ("ggml_new_graph", p, p),
+            ("ggml_build_forward_expand", None, p, t),
+            ("ggml_sparse_attn_visible", t, p, t),
+            ("ggml_sparse_attn_seal", t, p, POINTER(Sources), SealParams),
+            ("ggml_sparq_attn", t, p, POINTER(Sources), ScoreSelectParams),
             ("ggml_backend_reg_dev_get", p, p, c_size_t),
             ("ggml_backend_reg_dev_count", c_size_t, p),
             ("ggml_backend_dev_init", p, p, c_char_p),
@@ -47,9 +64,9 @@ class Device(Ggml):
         ):
             getattr(base, name).restype = result
             getattr(base, name).argtypes = args
-        where = str(_library(folder, "ggml-cuda")) if device == "cuda" else device
-        library = ctypes.CDLL(where)
-        register = library.ggml_backend_cuda_reg if device == "cuda" else library.ggml_backend_init
+        is_cuda = device == "cuda"
+        library = ctypes.CDLL(str(folder / "libggml-cuda.so") if is_cuda else device)
+        register = library.ggml_backend_cuda_reg if is_cuda else library.ggml_backend_init
         register.restype = p
         reg = register()
         if not base.ggml_backend_reg_dev_count(reg):
@@ -77,7 +94,7 @@ class Device(Ggml):
             self.base.ggml_free(ctx)
 
     def new(self, ctx: c_void_p, kind: str, *ne: int) -> Any:
-        return self.base.ggml_new_tensor(ctx, TYPES[kind][0], len(ne), (c_int64 * len(ne))(*ne))
+        return self.base.ggml_new_tensor(ctx, TYPES[kind], len(ne), (c_int64 * len(ne))(*ne))
 
     def allocate(self, ctx: c_void_p) -> None:
         """Allocate all tensors of the context, including the results of nodes."""

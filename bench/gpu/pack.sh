@@ -3,7 +3,7 @@
 #
 #   bench/gpu/pack.sh FOLDER            the pinned source, to be built there      (below 64 MiB; needs the built cache, see `make build`)
 #   bench/gpu/pack.sh FOLDER --built    the library, where time on that machine is short: first, here,
-#                                       sparq-cpp build --portable --cuda --cuda-arch 90    (20 minutes on two cores; packed, 42 MB)
+#                                       sparq-cpp build --portable --cuda 90    (20 minutes on two cores; packed, 42 MB)
 #   bench/gpu/pack.sh . --built         the same into this checkout, which is taken there itself: vendor/ and library.tar.xz
 #
 # Our files as committed, Python packages without compiled parts, and, to be built, the pinned source without what no target of ours compiles. The
@@ -26,7 +26,7 @@ found = [f for f, stamp in build.finished() if stamp["inputs"]["options"] == "sp
 print(found[0] if found else "", build.bindings())
 PY
     )
-    [ -n "${built% *}" ] || { echo "error: no portable build with CUDA"; echo "hint: sparq-cpp build --portable --cuda --cuda-arch 90"; exit 1; }
+    [ -n "${built% *}" ] || { echo "error: no portable build with CUDA"; echo "hint: sparq-cpp build --portable --cuda 90"; exit 1; }
     mkdir "$out/library"
     cp -R "${built% *}/." "$out/library"
     cp -R "${built#* }" "$out/library/python"

@@ -36,7 +36,6 @@ from pyorch.text import human_bytes
 FILE = "gpu_tokens.jsonl"
 NEEDS = "python -m bench gpu_tokens"
 OFF = AttentionSpec("off")
-SPECS = ("sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ OPTIONS = (
     click.option("-d", "--n-depth", type=Numbers(1, 1 << 20), default="8192,16384,32768,46080"),
     click.option("-n", "--n-gen", type=Number(int, 1), default=32, show_default=True),
     click.option("-r", "--repetitions", type=Number(int, 1), default=3, show_default=True),
-    click.option("-a", "--attn", "specs", multiple=True, help="Settings to time.", default=SPECS),
+    runner.specs("sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0"),
 )
 
 
@@ -67,14 +66,14 @@ def groups(given: runner.Given) -> list[list[Case]]:
     return [
         [
             Case(given.like, n_layer, given.quant, depth, given.n_gen, spec)
-            for spec in (OFF, *map(parse_spec, given.specs))
+            for spec in (OFF, *given.specs)
         ]
         for depth in given.n_depth
     ]
 
 
 def _shape(like: str, n_layer: int | None) -> synth.Shape:
-    return synth.shape_like(like, n_layer=n_layer, tokenizer="bytes", n_ctx=1 << 20)
+    return synth.shape_like(like, n_layer=n_layer, n_ctx=1 << 20)
 
 
 def _model(case: Case) -> Path:

@@ -19,9 +19,8 @@ from bench import runner
 from bench.kernels import watch
 from pyorch import engine
 from pyorch.bench import records, state
-from pyorch.bench.plan import Synthetic
 from pyorch.bench.records import Done, Record, Result
-from pyorch.cli.types import LAYERS, Numbers
+from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -60,16 +59,8 @@ class Clock:
 
 
 OPTIONS = (
-    click.option(
-        "--model",
-        "-m",
-        metavar="FILE",
-        type=click.Path(path_type=Path),
-        help="GGUF model to measure.  [default: llama2-7b q8_0, synthetic]",
-    ),
-    click.option(
-        "--layers", type=LAYERS, default=4, show_default=True, help="Layers of the synthetic model."
-    ),
+    runner.SOME_MODEL,
+    runner.layers(4),
     click.option(
         "-d", "--n-depth", type=Numbers(256), default="1024,4096,16384", show_default=True
     ),
@@ -79,13 +70,9 @@ OPTIONS = (
 )
 
 
-def _model(given: runner.Given) -> Path:
-    return given.model or Synthetic("llama2-7b", given.layers, "q8_0").written()
-
-
 def groups(given: runner.Given) -> list[list[Case]]:
     """Each case by itself."""
-    geo = geometry(read_gguf(_model(given)))
+    geo = geometry(read_gguf(runner.model_of(given)))
     size = geo.weight_bytes
     return [
         [Case(geo.name, n_depth, given.threads, bool(fa), given.samples, model_size=size)]
@@ -96,7 +83,7 @@ def groups(given: runner.Given) -> list[list[Case]]:
 
 def measure(given: runner.Given, group: Sequence[Case], _: Done) -> list[Result]:
     (case,) = group
-    return [nodes(_model(given), case)]
+    return [nodes(runner.model_of(given), case)]
 
 
 def nodes(model: Path, case: Case) -> Result:

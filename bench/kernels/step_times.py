@@ -3,14 +3,12 @@
     python -m bench step_times [--like llama2-7b,llama3-8b] [-d 16384,65536] [-t 1,2] [-a SPEC]...
 
 ggml is stopped after every node, and the clock is read around SCORE (or SCORE_SELECT, which is both
-in one node) and ATTEND; in a run of its own SCORE is run in the place of SCORE_SELECT, and nothing
-is selected. Before each token the caches are made to forget, by a sequential read that is timed
-too: shares are of that read's speed.
+in one node), SELECT and ATTEND. Before each token the caches are made to forget, by a sequential
+read that is timed too: shares are of that read's speed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import numpy as np
 from bench import runner
 from bench.kernels import watch
 from pyorch import engine
-from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import attention, records, state
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Done, Record, Result, where_given
@@ -45,47 +43,24 @@ class Case:
     n_threads: int
     spec: AttentionSpec
     n_samples: int
-    only_score: bool = where_given(False)
+    only_score: bool = where_given(False)  # of records until November 2026, of SCORE by itself
     library: str = "sparq"
 
 
 class Clock:
     """Adds up nanoseconds by step; every node is computed by itself."""
 
-    def __init__(self, op: int, only_score: bool) -> None:
-        self.op, self.only_score, self.started = op, only_score, 0
+    def __init__(self, op: int) -> None:
+        self.op, self.started = op, 0
         self.spent: dict[str, int] = {}
-        self.node, self.logits = Tensor(), np.empty(0, np.float32)
 
     def see(self, t: Tensor, ask: bool) -> bool:
         now = time.perf_counter_ns()
         step = STEPS.get(t.op_params[0]) if t.op == self.op else None
-        if self.only_score:
-            if ask and step == "score_select":
-                self.become_score(t)
-            step = step if step == "score" else None
         if step and not ask:
             self.spent[step] = self.spent.get(step, 0) + now - self.started
-            if self.only_score:
-                self.select_nothing(t)
         self.started = time.perf_counter_ns()
         return True
-
-    def become_score(self, t: Tensor) -> None:
-        """Puts SCORE in the place of SCORE_SELECT, whose sources stand in the same slots."""
-        q, k = t.src[0].contents, t.src[1].contents
-        shape = k.ne[2], q.ne[1], q.ne[2], q.ne[3]
-        if self.logits.size < np.prod(shape):
-            self.logits = np.empty(np.prod(shape), np.float32)
-        self.node = Tensor.from_buffer_copy(t)
-        t.op_params[0], t.data = SCORE, self.logits.ctypes.data
-        for i in range(len(shape)):
-            t.ne[i], t.nb[i] = shape[i], 4 * int(np.prod(shape[:i]))
-
-    def select_nothing(self, t: Tensor) -> None:
-        """Makes the node SCORE_SELECT again, with a result for ATTEND that holds no position."""
-        ctypes.memmove(ctypes.byref(t), ctypes.byref(self.node), ctypes.sizeof(t))
-        ctypes.memset(t.data, 0, t.ne[3] * t.nb[3])
 
 
 OPTIONS = (
@@ -96,14 +71,7 @@ OPTIONS = (
         help="Known models whose heads to measure.",
     ),
     click.option("-d", "--n-depth", type=Numbers(256), default="16384,65536", show_default=True),
-    click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        metavar="SPEC",
-        help="Settings of attention; repeatable.  [default: five]",
-    ),
+    runner.specs(*SPECS),
     click.option(
         "--threads",
         "-t",
@@ -118,12 +86,11 @@ OPTIONS = (
 def groups(given: runner.Given) -> list[list[Case]]:
     """Each case by itself."""
     return [
-        [Case(name, 2, n, threads, spec, given.samples, only_score)]
+        [Case(name, 2, n, threads, spec, given.samples)]
         for name in given.like.split(",")
         for n in given.n_depth
         for threads in given.threads
-        for spec in map(parse_spec, given.specs or SPECS)
-        for only_score in ((False, True) if spec.method == "sparq" else (False,))
+        for spec in given.specs
     ]
 
 
@@ -138,7 +105,7 @@ def steps(model: Path, case: Case) -> Result:
     samples: dict[str, list[int]] = {}
     bandwidth = []
     with engine.load_model(model) as loaded:
-        clock = Clock(op_number(loaded.lib, "SPARSE_ATTN"), case.only_score)
+        clock = Clock(op_number(loaded.lib, "SPARSE_ATTN"))
         session = loaded.session(
             n_ctx=case.n_depth,
             n_threads=case.n_threads,
@@ -163,8 +130,6 @@ def steps(model: Path, case: Case) -> Result:
     calls, wanted = counters[name], case.n_samples * case.n_layer
     if calls != wanted:
         raise SparqError(f"{case.spec}: {calls} of {wanted} calls counted in {name}; not reported")
-    if case.only_score and (n := counters["positions_read"]):
-        raise SparqError(f"{case.spec}: {n} positions were selected; not reported")
     score, attend = counters["bytes_score"], counters["bytes_attend"]
     bytes_read = {"attend": attend, "score": score, "score_select": score}
     return {

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import plot
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import attention, attention_table, paper
+from pyorch.bench import attention_table, paper
 
 FILE = "attention.jsonl"
 SHADOWS = ("f16", "q4")
@@ -29,35 +29,32 @@ _COLOURS = plot.colours(
 )
 
 
-def _name(c: attention.Case) -> str:
+def _name(r: plot.Row) -> str:
     """The name of a line; empty for lines that are not in this figure."""
-    if c.library == "stock" or c.spec.method == "dense":
-        return plot.name_of(c.library, c.flash_attn, c.spec)
-    return f"SparQ {c.spec.shadow}" if c.spec in SPECS else ""
+    if r["library"] == "stock" or r["spec"].method == "dense":
+        return plot.name_of(r["library"], r["flash_attn"], r["spec"])
+    return f"SparQ {r['spec'].shadow}" if r["spec"] in SPECS else ""
 
 
 def _rows(recs: Sequence[Any]) -> list[plot.Row]:
-    out = []
     dense = min(r["bytes_per_token"] for r in recs if r["case"]["library"] == "stock")
-    for row in attention_table.rows(recs):
-        c = row.case
-        out.append(
-            {
-                "model": c.like,
-                "threads": c.n_threads,
-                "type_k": c.type_k,
-                "type_v": c.type_v,
-                "positions": c.n_depth,
-                "attention": _name(c),
-                "layer_ms": row.attention_ms / c.n_layer,
-                "layer_ms_p10": row.attention_p10_ms / c.n_layer,
-                "layer_ms_p90": row.attention_p90_ms / c.n_layer,
-                "speedup": row.speedup,
-                "limit": dense / row.bytes_per_token,
-                "roofline_share": row.roofline,
-            }
-        )
-    return out
+    return [
+        {
+            "model": r["like"],
+            "threads": r["n_threads"],
+            "type_k": r["type_k"],
+            "type_v": r["type_v"],
+            "positions": r["n_depth"],
+            "attention": _name(r),
+            "layer_ms": r["attention_ms"] / r["n_layer"],
+            "layer_ms_p10": r["attention_p10_ms"] / r["n_layer"],
+            "layer_ms_p90": r["attention_p90_ms"] / r["n_layer"],
+            "speedup": r["speedup"],
+            "limit": dense / r["bytes_per_token"],
+            "roofline_share": r["roofline"],
+        }
+        for r in attention_table.rows(recs)
+    ]
 
 
 def data(folder: Path) -> list[plot.Row]:

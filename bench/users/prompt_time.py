@@ -16,7 +16,7 @@ Figure `prompt_time` shows the last run that has both of llama.cpp's attentions.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
 from pyorch.bench import records, state
 from pyorch.bench.plan import text_hash
 from pyorch.bench.records import Done, Record, Result, where_given
-from pyorch.bench.turns import FLOATS
 from pyorch.cli import options as opt
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
@@ -62,8 +61,6 @@ class Case:
     n_threads: int
     n_samples: int
     library: str = "sparq"
-    type_k: str = where_given("f16")
-    type_v: str = where_given("f16")
     repack: bool = where_given(True)
     rope: str = where_given("")
 
@@ -75,7 +72,6 @@ OPTIONS = (
         "-d", "--n-depth", type=Numbers(0), default="0,2048,8192,16384,32000", show_default=True
     ),
     runner.THREADS,
-    opt.cache_options,
     opt.rope_options,
     click.option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
     runner.samples(3),
@@ -89,8 +85,6 @@ def groups(given: runner.Given) -> list[list[Case]]:
         "text": text_hash(given.text),
         "n_threads": given.threads,
         "n_samples": given.samples,
-        "type_k": given.cache.cache_type_k,
-        "type_v": given.cache.cache_type_v,
         "repack": not given.no_repack,
         "rope": str(given.rope.settings() or ""),
     }
@@ -99,7 +93,6 @@ def groups(given: runner.Given) -> list[list[Case]]:
             Case(n_depth=d, flash_attn=fa, spec=spec, **common)
             for d in sorted(given.n_depth)
             for spec, fa in SIDES
-            if fa or given.cache.cache_type_v in FLOATS
         ]
     ]
 
@@ -108,8 +101,7 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
     """The samples of all cases, those of a depth in turns.
 
     Raises:
-        SparqError: the book is too short, our attention did not read a prompt, one of few bits had
-            none, or a sparse one read everything at all depths.
+        SparqError: the book is too short, or as `refuse_idle`.
     """
     depths = sorted({c.n_depth for c in cases})
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
@@ -127,15 +119,12 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
                 n_ctx=n_ctx,
                 n_threads=first.n_threads,
                 flash_attn=flash_attn,
-                type_k=first.type_k,
-                type_v=first.type_v,
                 rope=engine.Rope.parse(first.rope),
                 attention=str(spec),
             )
 
         ours = session(True, READER)
-        flash_attn = {c.flash_attn for c in cases if c.spec.method == "off"}
-        stock = {fa: session(fa, AttentionSpec("off")) for fa in sorted(flash_attn)}
+        stock = {fa: session(fa, spec) for spec, fa in SIDES if spec.method == "off"}
         for depth in depths:
             engine.set_attention(ours, READER)
             n = len(ours.tokens)
@@ -154,6 +143,14 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
                     _time(s, case, tokens[depth : depth + CHUNK], found[case])
         for s in (ours, *stock.values()):
             s.close()
+    refuse_idle(found)
+    return list(found.values())
+
+
+def refuse_idle(found: Mapping[Case, Result]) -> None:
+    """Raises:
+    SparqError: our attention did not read a prompt as a case says, or read none sparsely.
+    """
     for c, r in found.items():
         if c.spec.method == "off":
             continue
@@ -165,7 +162,6 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
     chosen = [r["counters"] for c, r in found.items() if c.spec.prompt == "sparse"]
     if chosen and not any(c["prompt_read"] < c["prompt_visible"] for c in chosen):
         raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
-    return list(found.values())
 
 
 def _time(s: engine.Session, case: Case, tokens: Sequence[int], found: dict[str, Any]) -> None:
@@ -252,7 +248,7 @@ def _table(recs: Sequence[Record]) -> str:
     case, env = records.read_case(Case, recs[0]), recs[0]["env"]
     about = (
         f"{recs[0]['model_name']}, weights {'rearranged' if case.repack else 'as in the file'}, "
-        f"K in {case.type_k}, V in {case.type_v}, {case.n_threads} threads, "
+        f"K in f16, V in f16, {case.n_threads} threads, "
         f"{env['machine']['cpu']}; medians of {case.n_samples}."
     )
     if case.rope:

@@ -24,7 +24,6 @@ import numpy as np
 from bench import plot, runner
 from bench.users import llama_server
 from bench.users.llama_server import Case, Server, Times, name_of
-from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.records import Done, Record, Result
 from pyorch.cli.types import Number
@@ -34,22 +33,13 @@ from pyorch.table import markdown
 
 FILE = "serving.jsonl"
 PERCENTILES = (50, 95, 99)
-SPECS = ("dense", "sparq,ratio=1/8")
 OPTIONS = (
     runner.MODEL,
     runner.TEXT,
     click.option("--slots", type=Number(int, 1), default=8, show_default=True, help="Users."),
     click.option("-p", "--n-prompt", type=Number(int, 2), default=4096, show_default=True),
     click.option("-n", "--n-gen", type=Number(int, 4), default=64, show_default=True),
-    click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        default=SPECS,
-        show_default=True,
-        help="Our settings, one server each.",
-    ),
+    runner.specs("dense", "sparq,ratio=1/8"),
     runner.THREADS,
     runner.samples(5),
 )
@@ -57,10 +47,9 @@ OPTIONS = (
 
 def groups(given: runner.Given) -> list[list[Case]]:
     """All servers in one group."""
-    specs = [parse_spec(x) for x in given.specs]
     return [
         llama_server.cases(
-            specs,
+            given.specs,
             model=content_hash(given.model),
             n_slot=given.slots,
             n_prompt=given.n_prompt,

@@ -473,7 +473,7 @@ void attend_stats(const attend_src & a) {
     }
     n_read = a.dense ? n_vis*a.n_head_kv : n_read;
 
-    const int64_t row = a.size_k + a.size_v;
+    const int64_t row = a.v->data == a.k->data ? std::max(a.size_k, a.size_v) : a.size_k + a.size_v; // V may be a part of K (MLA)
     add_stat(a.stats, a.dense ? GGML_SPARSE_STAT_ATTEND_DENSE : GGML_SPARSE_STAT_ATTEND_SPARSE, n_call);
     add_stat(a.stats, GGML_SPARSE_STAT_POS_VISIBLE,  n_vis*a.n_head_kv);
     add_stat(a.stats, GGML_SPARSE_STAT_POS_READ,     n_read);

@@ -55,36 +55,7 @@ static inline void softmax_unit(const attn_state & state, float * s, const float
 
 // ---- weighted sums of gathered rows: acc[h, c] += sum_i p[h, i]*x[i, c] ----
 //
-// As with the dot products, *_block takes HB heads and N rows, *_heads HB heads and any number of rows, *_d any number of either with the
-// head size D where it is known, and the last one chooses D.
-
-// the span of columns at c
-template <int HB, int N, typename T>
-static SPARQ_INLINE void add_span(float * acc, int64_t ld_acc, const vf (*p)[N], const char * const * row, int c) {
-    span<T> y[N];
-    SPARQ_UNROLL
-    for (int i = 0; i < N; ++i) {
-        y[i] = span<T>(row[i], c);
-    }
-    SPARQ_UNROLL
-    for (int v = 0; v < span<T>::SIZE/W; ++v) {
-        vf vx[N];
-        SPARQ_UNROLL
-        for (int i = 0; i < N; ++i) {
-            vx[i] = y[i].vec(v);
-        }
-        SPARQ_UNROLL
-        for (int h = 0; h < HB; ++h) {
-            float * sum = acc + h*ld_acc + c + v*W;
-            vf a = load(sum);
-            SPARQ_UNROLL
-            for (int i = 0; i < N; ++i) {
-                a = fma(p[h][i], vx[i], a);
-            }
-            store(sum, a);
-        }
-    }
-}
+// As with the dot products, add_rows_block takes HB heads and N rows, add_rows_d any number of either, and add_rows chooses D.
 
 template <int HB, int N, int D, typename T, typename P>
 static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * const * x, int64_t o, int any_d,
@@ -104,7 +75,18 @@ static SPARQ_NOINLINE void add_rows_block(float * acc, int64_t ld_acc, const flo
         if (ahead.x) {
             ahead.template part<N, D, T>(c, d);
         }
-        add_span<HB, N, T>(acc, ld_acc, ph, row, c);
+        for_vectors<N, T>(row, c, [&](int cv, const vf * y) {
+            SPARQ_UNROLL
+            for (int h = 0; h < HB; ++h) {
+                float * sum = acc + h*ld_acc + cv;
+                vf a = load(sum);
+                SPARQ_UNROLL
+                for (int i = 0; i < N; ++i) {
+                    a = fma(ph[h][i], y[i], a);
+                }
+                store(sum, a);
+            }
+        });
     });
     if (end < d) {
         for (int h = 0; h < HB; ++h) {
@@ -150,51 +132,35 @@ static SPARQ_NOINLINE void add_rows_one_head(float * acc, const float * p, const
     }
 }
 
-template <int HB, int D, typename T, typename P>
-static SPARQ_INLINE void add_rows_heads(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, const char * const * x, int64_t o, int n, int d,
-        P ahead) {
-    if (HB == 1 && D > 0) {
-        add_rows_one_head<(D > 0 ? D : W), T>(acc, p, x, o, n, ahead);
-        return;
-    }
-    constexpr int N = rows_together(HB);
-    int i = 0;
-    for (; i + N <= n; i += N) {
-        add_rows_block<HB, N, D, T>(acc, ld_acc, p + i, ld_p, x + i, o, d, ahead.from(i, row_bytes<T>(d)));
-    }
-    for (; i < n; ++i) {
-        add_rows_block<HB, 1, D, T>(acc, ld_acc, p + i, ld_p, x + i, o, d, ahead.from(i, row_bytes<T>(d)));
-    }
-}
-
 template <int D, typename T, typename P>
 static SPARQ_INLINE void add_rows_d(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * const * x, int64_t o,
         int n, int d, P ahead) {
-    const P none = {};
     // where a row is used more than once, it should still be in the first level of the cache
     const int block = n_head == 1 && d <= 8*W ? n : ROW_BLOCK;
-    for (int i = 0; i < n; i += block) {
-        const int ni = n - i < block ? n - i : block;
-        const P   pi = ahead.from(i, row_bytes<T>(d));
-        int h = 0;
-        for (; h + 4 <= n_head; h += 4) {
-            add_rows_heads<4, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? pi : none);
-        }
-        for (; h + 2 <= n_head; h += 2) {
-            add_rows_heads<2, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? pi : none);
-        }
-        for (; h < n_head; ++h) {
-            add_rows_heads<1, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, ni, d, h == 0 ? pi : none);
-        }
+    for (int i0 = 0; i0 < n; i0 += block) {
+        const int end = std::min(i0 + block, n);
+        for_blocks<4>(n_head, [&](auto HB, int h) {
+            const P pi = h == 0 ? ahead.from(i0, row_bytes<T>(d)) : P {};
+            if constexpr (HB() == 1 && D > 0) {
+                add_rows_one_head<D, T>(acc + h*ld_acc, p + h*ld_p + i0, x + i0, o, end - i0, pi);
+            } else {
+                constexpr int N = rows_together(HB());
+                int i = i0;
+                for (; i + N <= end; i += N) {
+                    add_rows_block<HB(), N, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, d, pi.from(i - i0, row_bytes<T>(d)));
+                }
+                for (; i < end; ++i) {
+                    add_rows_block<HB(), 1, D, T>(acc + h*ld_acc, ld_acc, p + h*ld_p + i, ld_p, x + i, o, d, pi.from(i - i0, row_bytes<T>(d)));
+                }
+            }
+        });
     }
 }
 
 template <typename T>
 static void add_rows(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, const char * const * x, int64_t o, int n, int d,
         const char * const * ahead) {
-    using P = prefetch_rows;
-    const auto add = d == 128 ? add_rows_d<128, T, P> : d == 64 ? add_rows_d<64, T, P> : add_rows_d<0, T, P>;
-    add(acc, ld_acc, p, ld_p, n_head, x, o, n, d, { ahead });
+    with_known_size(d, [&](auto D) { add_rows_d<D(), T>(acc, ld_acc, p, ld_p, n_head, x, o, n, d, prefetch_rows { ahead }); });
 }
 
 // ---- weighted sums of whole positions: acc[h, c] += sum_t p[h, t]*x[t, h/n_group, c] ----
@@ -247,8 +213,7 @@ static void add_positions_d(float * acc, int64_t ld_acc, const float * p, int64_
 template <typename T>
 static void add_positions(float * acc, int64_t ld_acc, const float * p, int64_t ld_p, int n_head, int n_group, const char * const * x, int64_t nb,
         int n, int d, const char * ahead) {
-    const auto add = d == 128 ? add_positions_d<128, T> : d == 64 ? add_positions_d<64, T> : add_positions_d<0, T>;
-    add(acc, ld_acc, p, ld_p, n_head, n_group, x, nb, n, d, ahead);
+    with_known_size(d, [&](auto D) { add_positions_d<D(), T>(acc, ld_acc, p, ld_p, n_head, n_group, x, nb, n, d, ahead); });
 }
 
 // ---- the merge ----

@@ -205,7 +205,6 @@ static inline vf exp_few(vf x) {
 // p[j/2] = exp(s[j] - m) and exp(s[j + 1] - m) as bf16; m, l and f as in softmax_block
 template <int V>
 static inline void softmax_pairs(const query_block & x, const float * s, uint32_t * p, float * f) {
-    const vf inf = set1(-INFINITY);
     vf m[V], sum[V];
     SPARQ_UNROLL
     for (int v = 0; v < V; ++v) {
@@ -218,13 +217,7 @@ static inline void softmax_pairs(const query_block & x, const float * s, uint32_
             m[v] = vmax(load(s + j*BLOCK_Q + v*W), m[v]);
         }
     }
-    SPARQ_UNROLL
-    for (int v = 0; v < V; ++v) {
-        const vf old = load(x.m + v*W);
-        store(x.m + v*W, m[v]);
-        m[v] = select(eq(m[v], inf), set1(0.0f), m[v]); // nothing seen yet
-        store(f + v*W, exp(sub(old, m[v])));
-    }
+    raise_max<V>(x, m, f);
     for (int j = 0; j < BLOCK_KV; j += 2) {
         SPARQ_UNROLL
         for (int v = 0; v < V; ++v) {
@@ -283,7 +276,6 @@ static SPARQ_NOINLINE void add_values(float * acc, const float * f, const uint32
 template <int V>
 static inline void attend_bytes_v(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, const float * v, int d_v,
         const float * hides, float softcap, float * s, uint32_t * p) {
-    constexpr int N = 6; // as in mul_add
     float f[BLOCK_Q], about[BLOCK_Q];
     mul_add_block<1, V, false>(about, nullptr, kv.mean, 0, 1, x.q, d_k, nullptr);
     if (softcap <= 0.0f) {
@@ -291,14 +283,8 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
             store(about + i*W, add(load(about + i*W), load(hides + i*W)));
         }
     }
-    int j = 0;
-    for (; j + N <= BLOCK_KV; j += N) {
-        score_bytes<N, V>(s, q, kv, d_k, j, about);
-    }
-    for (; j < BLOCK_KV; j += 2) {
-        score_bytes<2, V>(s, q, kv, d_k, j, about);
-    }
-    for (j = 0; j < BLOCK_KV && softcap > 0.0f; ++j) {
+    for_blocks<ROWS_TOGETHER>(BLOCK_KV, [&](auto N, int j) { score_bytes<N(), V>(s, q, kv, d_k, j, about); });
+    for (int j = 0; j < BLOCK_KV && softcap > 0.0f; ++j) {
         for (int i = 0; i < V; ++i) {
             float * y = s + j*BLOCK_Q + i*W;
             store(y, add(soft_cap(load(y), softcap), load(hides + i*W)));
@@ -307,16 +293,7 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
 #if defined(SPARQ_PREFILL_BF16)
     GGML_UNUSED(v);
     softmax_pairs<V>(x, s, p, f);
-    int c = 0;
-    for (; c + N <= d_v; c += N) {
-        add_values<N, V>(x.acc + c*BLOCK_Q, f, kv.v + c, d_v, p);
-    }
-    for (; c + 2 <= d_v; c += 2) {
-        add_values<2, V>(x.acc + c*BLOCK_Q, f, kv.v + c, d_v, p);
-    }
-    for (; c < d_v; ++c) {
-        add_values<1, V>(x.acc + c*BLOCK_Q, f, kv.v + c, d_v, p);
-    }
+    for_blocks<ROWS_TOGETHER>(d_v, [&](auto N, int c) { add_values<N(), V>(x.acc + c*BLOCK_Q, f, kv.v + c, d_v, p); });
 #else
     GGML_UNUSED(p);
     softmax_block<V>(x, s, f, nullptr, BLOCK_KV, 0.0f);
@@ -326,8 +303,7 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
 
 static inline void attend_bytes(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, const float * v, int d_v,
         const float * hides, float softcap, float * s, uint32_t * p) {
-    const auto attend = x.n == 1 ? attend_bytes_v<1> : x.n == 2 ? attend_bytes_v<2> : attend_bytes_v<NQ>;
-    attend(x, q, kv, d_k, v, d_v, hides, softcap, s, p);
+    with_vectors(x.n, [&](auto V) { attend_bytes_v<V()>(x, q, kv, d_k, v, d_v, hides, softcap, s, p); });
 }
 
 #endif

@@ -17,6 +17,7 @@ constexpr int NQ = 2;         // vectors of a block of queries
 #else
 constexpr int NQ = 4;
 #endif
+constexpr int ROWS_TOGETHER = 6; // so that the sums of so many rows, a vector of each query and one of a row fit the registers
 constexpr int BLOCK_Q  = NQ*W;
 constexpr int BLOCK_KV = 64;  // positions
 
@@ -72,16 +73,26 @@ static SPARQ_NOINLINE void mul_add_block(float * c, const float * f, const float
 template <int V>
 static inline void mul_add(float * c, int n_row, const float * f, const float * a, int64_t step_i, int64_t step_j, const float * b, int n,
         const float * bias) {
-    constexpr int N = 6; // so that N*V sums, V vectors of b and one of a fit the registers
-    int i = 0;
-    for (; i + N <= n_row && !bias; i += N) {
-        mul_add_block<N, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
+    if (bias) {
+        for (int i = 0; i < n_row; ++i) {
+            mul_add_block<1, V, true>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, bias);
+        }
+        return;
     }
-    for (; i + 2 <= n_row && !bias; i += 2) {
-        mul_add_block<2, V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
-    }
-    for (; i < n_row; ++i) {
-        (bias ? mul_add_block<1, V, true> : mul_add_block<1, V, false>)(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, bias);
+    for_blocks<ROWS_TOGETHER>(n_row, [&](auto N, int i) {
+        mul_add_block<N(), V, false>(c + i*BLOCK_Q, f, a + i*step_i, step_i, step_j, b, n, nullptr);
+    });
+}
+
+// x.m = m, the largest logits now; f: what earlier numerators count now. m becomes what logits are taken less
+template <int V>
+static SPARQ_INLINE void raise_max(const query_block & x, vf * m, float * f) {
+    SPARQ_UNROLL
+    for (int v = 0; v < V; ++v) {
+        const vf old = load(x.m + v*W);
+        store(x.m + v*W, m[v]);
+        m[v] = select(eq(m[v], set1(-INFINITY)), set1(0.0f), m[v]); // nothing seen yet
+        store(f + v*W, exp(sub(old, m[v])));
     }
 }
 
@@ -115,13 +126,7 @@ static inline void softmax_block(const query_block & x, float * s, float * f, co
             m[v] = vmax(y, m[v]);
         }
     }
-    SPARQ_UNROLL
-    for (int v = 0; v < V; ++v) {
-        const vf old = load(x.m + v*W);
-        store(x.m + v*W, m[v]);
-        m[v] = select(eq(m[v], inf), set1(0.0f), m[v]); // nothing seen yet
-        store(f + v*W, exp(sub(old, m[v])));
-    }
+    raise_max<V>(x, m, f);
     for (int j = 0; j < n; ++j) {
         SPARQ_UNROLL
         for (int v = 0; v < V; ++v) {
@@ -137,6 +142,16 @@ static inline void softmax_block(const query_block & x, float * s, float * f, co
     }
 }
 
+// calls f(V) for a block of queries of n vectors: 1, 2, or NQ, which has room for all
+template <typename F>
+static inline void with_vectors(int n, const F & f) {
+    switch (n) {
+        case 1:  f(std::integral_constant<int, 1>()); break;
+        case 2:  f(std::integral_constant<int, 2>()); break;
+        default: f(std::integral_constant<int, NQ>());
+    }
+}
+
 // s[j] = q . k[j] for n positions and V vectors of queries, whose q is [d_k][BLOCK_Q]
 template <int V>
 static inline void dot_products_v(float * s, const float * q, const float * k, int d_k, int n) {
@@ -149,8 +164,7 @@ static inline void dot_products_v(float * s, const float * q, const float * k, i
 }
 
 static inline void dot_products(float * s, int n_vector, const float * q, const float * k, int d_k, int n) {
-    const auto multiply = n_vector == 1 ? dot_products_v<1> : n_vector == 2 ? dot_products_v<2> : dot_products_v<NQ>;
-    multiply(s, q, k, d_k, n);
+    with_vectors(n_vector, [&](auto V) { dot_products_v<V()>(s, q, k, d_k, n); });
 }
 
 // acc[c] = f*acc[c] + sum_t exp(sum_c q[c]*k[t, c] - m)*v[t, c]: adds n positions to the attention of V vectors of queries
@@ -166,8 +180,7 @@ static inline void attend_block_v(const query_block & x, const float * k, int d_
 
 static inline void attend_block(const query_block & x, const float * k, int d_k, const float * v, int d_v, int n, bool finite, const float * bias,
         float softcap, float * s) {
-    const auto attend = x.n == 1 ? attend_block_v<1> : x.n == 2 ? attend_block_v<2> : attend_block_v<NQ>;
-    attend(x, k, d_k, v, d_v, n, finite, bias, softcap, s);
+    with_vectors(x.n, [&](auto V) { attend_block_v<V()>(x, k, d_k, v, d_v, n, finite, bias, softcap, s); });
 }
 
 // has x [n] neither inf nor NaN?

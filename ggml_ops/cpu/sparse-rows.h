@@ -136,6 +136,16 @@ static SPARQ_INLINE int for_each_span(int d, const F & step) {
     return c;
 }
 
+// calls f(D) with d where a head of that size has code of its own, else with 0
+template <typename F>
+static SPARQ_INLINE void with_known_size(int d, const F & f) {
+    switch (d) {
+        case 128: f(std::integral_constant<int, 128>()); break;
+        case 64:  f(std::integral_constant<int, 64>());  break;
+        default:  f(std::integral_constant<int, 0>());
+    }
+}
+
 // res[t, c] = x[t, c] as f32, for n positions. n_rot > 0: K is rotated, and multiplying again by the Hadamard matrix undoes it
 template <typename T>
 static void load_rows(float * res, const char * x, size_t nb_pos, int n, int d, int n_rot) {
@@ -159,15 +169,14 @@ template <typename T>
 static void sum_positions(float * sum, const char * x, size_t nb_pos, int n, int d) {
     for (int t = 0; t < n; ++t) {
         const char * row = x + t*nb_pos;
-        int c = 0;
-        for (; c + span<T>::SIZE <= d; c += span<T>::SIZE) {
+        const int end = for_each_span<0, T>(d, [&](int c) {
             const span<T> y(row, c);
             for (int j = 0; j < span<T>::SIZE/W; ++j) {
                 store(sum + c + j*W, add(load(sum + c + j*W), y.vec(j)));
             }
-        }
-        if (c < d) {
-            store_n(sum + c, add(load_n(sum + c, d - c), span<T>::tail(row, c, d - c)), d - c);
+        });
+        if (end < d) {
+            store_n(sum + end, add(load_n(sum + end, d - end), span<T>::tail(row, end, d - end)), d - end);
         }
     }
 }
@@ -231,16 +240,16 @@ struct prefetch_stream {
 
 // ---- dot products with gathered rows: s[h, i] = sum_c q[h, c]*x[i, c] ----
 //
-// The same function stands here three times, each on top of the one before. *_block takes HB heads and up to W rows, *_d any number of
-// either; D is the head size where it is known when compiling, else 0. The last one chooses D.
+// dot_rows_block takes HB heads and up to W rows, dot_rows_d any number of either, with the head size D where it is known when compiling, else 0,
+// and dot_rows chooses D.
 
 // How many rows are used together: they share the loads of q and of the sums. A single head does better with one row after another, because
 // lines of several rows in turn are read more slowly (MHA at 1/8 by one thread: 8 to 13 %)
 constexpr int rows_together(int n_head) { return n_head == 1 ? 1 : N_ACC/4 < W ? N_ACC/4 : W; }
 
-// a[h, i] += sum_c q[h, c]*x[i, c], over the columns of the span at c
-template <int HB, int N, typename T>
-static SPARQ_INLINE void dot_span(vf * a, const float * q, int64_t ld_q, const char * const * row, int c) {
+// calls f(c, x) for each vector of the span at c, where x are the elements of N rows from column c on
+template <int N, typename T, typename F>
+static SPARQ_INLINE void for_vectors(const char * const * row, int c, const F & f) {
     span<T> y[N];
     SPARQ_UNROLL
     for (int i = 0; i < N; ++i) {
@@ -248,32 +257,12 @@ static SPARQ_INLINE void dot_span(vf * a, const float * q, int64_t ld_q, const c
     }
     SPARQ_UNROLL
     for (int v = 0; v < span<T>::SIZE/W; ++v) {
-        vf kx[N];
+        vf x[N];
         SPARQ_UNROLL
         for (int i = 0; i < N; ++i) {
-            kx[i] = y[i].vec(v);
+            x[i] = y[i].vec(v);
         }
-        SPARQ_UNROLL
-        for (int h = 0; h < HB; ++h) {
-            const vf qx = in_register(load(q + h*ld_q + c + v*W));
-            SPARQ_UNROLL
-            for (int i = 0; i < N; ++i) {
-                a[h*N + i] = fma(qx, kx[i], a[h*N + i]);
-            }
-        }
-    }
-}
-
-// likewise over the n < W columns of a row that are left
-template <int HB, int N, typename T>
-static SPARQ_INLINE void dot_tail(vf * a, const float * q, int64_t ld_q, const char * const * row, int c, int n) {
-    SPARQ_UNROLL
-    for (int h = 0; h < HB; ++h) {
-        const vf qx = load_n(q + h*ld_q + c, n);
-        SPARQ_UNROLL
-        for (int i = 0; i < N; ++i) {
-            a[h*N + i] = fma(qx, span<T>::tail(row[i], c, n), a[h*N + i]);
-        }
+        f(c + v*W, x);
     }
 }
 
@@ -302,7 +291,16 @@ static SPARQ_NOINLINE void dot_rows_block(float * s, int64_t ld_s, const float *
             if (ahead.x) {
                 ahead.from(j, row_bytes<T>(d)).template part<N, D, T>(c, d);
             }
-            dot_span<HB, N, T>(a, q, ld_q, row, c);
+            for_vectors<N, T>(row, c, [&](int cv, const vf * y) {
+                SPARQ_UNROLL
+                for (int h = 0; h < HB; ++h) {
+                    const vf qx = in_register(load(q + h*ld_q + cv));
+                    SPARQ_UNROLL
+                    for (int i = 0; i < N; ++i) {
+                        a[h*N + i] = fma(qx, y[i], a[h*N + i]);
+                    }
+                }
+            });
             if (W == 1 && (c + span<T>::SIZE) % CHAIN == 0) {
                 for (int i = 0; i < HB*N; ++i) {
                     chains[i] = add(chains[i], a[i]);
@@ -310,8 +308,11 @@ static SPARQ_NOINLINE void dot_rows_block(float * s, int64_t ld_s, const float *
                 }
             }
         });
-        if (end < d) {
-            dot_tail<HB, N, T>(a, q, ld_q, row, end, d - end);
+        for (int h = 0; h < HB && end < d; ++h) {
+            const vf qx = load_n(q + h*ld_q + end, d - end);
+            for (int i = 0; i < N; ++i) {
+                a[h*N + i] = fma(qx, span<T>::tail(row[i], end, d - end), a[h*N + i]);
+            }
         }
         for (int i = 0; W == 1 && i < HB*N; ++i) {
             a[i] = add(chains[i], a[i]);
@@ -343,20 +344,11 @@ static SPARQ_NOINLINE void dot_rows_block(float * s, int64_t ld_s, const float *
 template <int D, typename T, typename P>
 static SPARQ_INLINE void dot_rows_d(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n,
         int d, P ahead) {
-    const P none = {};
     for (int i = 0; i < n; i += W) {
-        const int ni = n - i < W ? n - i : W;
-        const P   pi = ahead.from(i, row_bytes<T>(d));
-        int h = 0;
-        for (; h + 4 <= n_head; h += 4) {
-            dot_rows_block<4, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? pi : none);
-        }
-        for (; h + 2 <= n_head; h += 2) {
-            dot_rows_block<2, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? pi : none);
-        }
-        for (; h < n_head; ++h) {
-            dot_rows_block<1, D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, ni, d, h == 0 ? pi : none);
-        }
+        for_blocks<4>(n_head, [&](auto HB, int h) {
+            const P pi = h == 0 ? ahead.from(i, row_bytes<T>(d)) : P {};
+            dot_rows_block<HB(), D, T>(s + h*ld_s + i, ld_s, q + h*ld_q, ld_q, x + i, o, std::min(n - i, W), d, pi);
+        });
     }
 }
 
@@ -364,10 +356,7 @@ static SPARQ_INLINE void dot_rows_d(float * s, int64_t ld_s, const float * q, in
 template <typename T>
 static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * const * x, int64_t o, int n, int d,
         const char * const * ahead) {
-    const int  known = ld_q == d ? d : 0;
-    using P = prefetch_rows;
-    const auto dot = known == 128 ? dot_rows_d<128, T, P> : known == 64 ? dot_rows_d<64, T, P> : dot_rows_d<0, T, P>;
-    dot(s, ld_s, q, ld_q, n_head, x, o, n, d, { ahead });
+    with_known_size(ld_q == d ? d : 0, [&](auto D) { dot_rows_d<D(), T>(s, ld_s, q, ld_q, n_head, x, o, n, d, prefetch_rows { ahead }); });
 }
 
 // ---- dot products with whole positions: s[h, t] = sum_c q[h, c]*x[t, h/n_group, c] ----
@@ -377,7 +366,8 @@ static void dot_rows(float * s, int64_t ld_s, const float * q, int64_t ld_q, int
 // The rows of the KV heads of a position lie nb bytes apart. `ahead` points to as many bytes as are used, and these are prefetched on the
 // way: without that, the whole takes twice as long.
 
-// one position, and one query head per KV head: s[h*ld_s] = sum_c q[h, c]*x[h, c]
+// one position, and one query head per KV head: s[h*ld_s] = sum_c q[h, c]*x[h, c]. The loop over spans is written out, here and in add_position_d: by
+// for_each_span, dense attention with an only head took 1.7 times as long
 template <int D, typename T>
 static SPARQ_NOINLINE void dot_position_d(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, const char * x, int64_t nb,
         int any_d, const char * ahead) {
@@ -442,9 +432,7 @@ static void dot_positions_d(float * s, int64_t ld_s, const float * q, int64_t ld
 template <typename T>
 static void dot_positions(float * s, int64_t ld_s, const float * q, int64_t ld_q, int n_head, int n_group, const char * const * x, int64_t nb,
         int n, int d, const char * ahead) {
-    const int  known = ld_q == d ? d : 0;
-    const auto dot   = known == 128 ? dot_positions_d<128, T> : known == 64 ? dot_positions_d<64, T> : dot_positions_d<0, T>;
-    dot(s, ld_s, q, ld_q, n_head, n_group, x, nb, n, d, ahead);
+    with_known_size(ld_q == d ? d : 0, [&](auto D) { dot_positions_d<D(), T>(s, ld_s, q, ld_q, n_head, n_group, x, nb, n, d, ahead); });
 }
 
 } // namespace sparse

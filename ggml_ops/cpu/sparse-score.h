@@ -77,7 +77,7 @@ struct scan_next {
 
 // ---- the scan of f16: s[h, t] = sum_i coef[h, i]*k_t[comp[i], t] ----
 //
-// *_block takes HB heads and NC components, *_heads NC components and any number of heads, and the last function any number of either.
+// add_components_block takes HB heads and NC components, and score_components any number of either.
 
 // how many positions before their use components are prefetched, into the first level of the cache
 constexpr int POSITIONS_AHEAD = 256;
@@ -140,18 +140,6 @@ static SPARQ_NOINLINE void add_components_block(float * s, int64_t ld_s, const f
     }
 }
 
-// where the heads take several turns, the first one prefetches
-template <int NC>
-static void add_components_heads(float * s, int64_t ld_s, int n_head, const f16 * const * x, const float * coef, int ld_coef, int64_t n,
-        bool first) {
-    for (int h = 0; h < n_head; ) {
-        const int  nh  = n_head - h >= 4 ? 4 : n_head - h >= 2 ? 2 : 1;
-        const auto add = nh == 4 ? add_components_block<NC, 4> : nh == 2 ? add_components_block<NC, 2> : add_components_block<NC, 1>;
-        add(s + h*ld_s, ld_s, x, coef + h*ld_coef, ld_coef, n, first, h == 0);
-        h += nh;
-    }
-}
-
 // x points at the first position of component 0
 // NUMERICS: given the coefficients, there is one fma per component, in ascending order, whatever the instruction set and the passes are
 static inline void score_components(float * s, int64_t ld_s, int n_head, const f16 * x, int64_t ld_comp, const int32_t * comp, int n_comp,
@@ -162,8 +150,18 @@ static inline void score_components(float * s, int64_t ld_s, int n_head, const f
         for (int c = 0; c < nc; ++c) {
             row[c] = x + comp[i + c]*ld_comp;
         }
-        const auto add = nc == 16 ? add_components_heads<16> : nc == 8 ? add_components_heads<8> : nc == 4 ? add_components_heads<4> : add_components_heads<1>;
-        add(s, ld_s, n_head, row, coef + i, ld_coef, n, i == 0);
+        const auto add = [&](auto known) {
+            constexpr int NC = known();
+            for_blocks<4>(n_head, [&](auto HB, int h) { // where the heads take several turns, the first one prefetches
+                add_components_block<NC, HB()>(s + h*ld_s, ld_s, row, coef + h*ld_coef + i, ld_coef, n, i == 0, h == 0);
+            });
+        };
+        switch (nc) {
+            case 16: add(std::integral_constant<int, 16>()); break;
+            case 8:  add(std::integral_constant<int, 8>());  break;
+            case 4:  add(std::integral_constant<int, 4>());  break;
+            default: add(std::integral_constant<int, 1>());
+        }
         i += nc;
     }
     for (int c = 0; c < next.n_comp && c < 16; ++c) { // what the first pass of the next scan reads

@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if !defined(SPARQ_SCALAR) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define SPARQ_AVX512
@@ -49,6 +50,21 @@
 #endif
 
 namespace sparse {
+
+// calls f(N, i) for the things i to i + N - 1 of n, which are worked on together: MOST of them, then two, then one
+template <int MOST, typename F>
+static SPARQ_INLINE void for_blocks(int n, const F & f) {
+    int i = 0;
+    for (; i + MOST <= n; i += MOST) {
+        f(std::integral_constant<int, MOST>(), i);
+    }
+    for (; i + 2 <= n; i += 2) {
+        f(std::integral_constant<int, 2>(), i);
+    }
+    for (; i < n; ++i) {
+        f(std::integral_constant<int, 1>(), i);
+    }
+}
 
 // element types in memory, besides float
 struct f16  { uint16_t bits; };

@@ -116,20 +116,12 @@ struct spread_ranges {
     }
 };
 
-// the token's `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest) -> m.comp, ascending, and
-// per head of this pass the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number
-// of components: fewer where q holds NaN. After copy_states(); ends at a barrier
-//   for_rows: the coefficients are rotated as K is, too, for rows of K -> m.q
-//   m.x[0][c]: what component c is on average, as far as the ranges tell
+// q of all heads of the KV head -> m.q of this pass, and per component m.size, m.spread, m.x[0], see choose_components(). Returns the thread's own size
 template <int N_BIT, int GB, int NT>
-__device__ __forceinline__ int choose_components(
-        score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s, bool for_rows) {
-    const int  d = a.d, G = a.n_group_q, c = threadIdx.x, w = c/32, lane = c % 32;
-    const bool in = c < d;
-    spread_ranges ranges;
-    if (ggml_sparse_has_codes(N_BIT)) {
-        ranges.load(m, a, h_kv, c, s);
-    }
+__device__ __forceinline__ float weigh_components(
+        score_shared<N_BIT, GB, NT> & m, const score_args & a, const spread_ranges & ranges, int64_t h_kv, int h0, int64_t i, int64_t s) {
+    const int  G = a.n_group_q, c = threadIdx.x;
+    const bool in = c < a.d;
     float size = 0.0f;
     const auto take = [&](int j, float x) {
         if (j >= h0 && j < h0 + GB) {
@@ -162,26 +154,51 @@ __device__ __forceinline__ int choose_components(
     m.size[c]   = size;
     m.spread[c] = spread;
     m.x[0][c]   = middle;
-    const int n_comp = min(__syncthreads_count(in && size == size), a.rank_of(i, s)); // NaN is never kept
+    return size;
+}
 
-    // a component is kept where fewer than n_comp come before it; n_part threads count for one. Sizes are >= 0: what is as large as x comes before it where its
-    // number is lower, so x is made a bit smaller for the fours before its own
-    const int   n_part = d <= NT/4 ? 4 : d <= NT/2 ? 2 : 1, mine = c/n_part, part = c % n_part;
-    const float x = m.size[mine], less = x > 0.0f ? __int_as_float(__float_as_int(x) - 1) : -1.0f;
+// How many components come before number `mine` by their size; this is number `part` of n_part threads beside each other that count for one. Sizes are
+// >= 0: what is as large as x comes before it where its number is lower, so x is made a bit smaller for the fours before its own
+__device__ __forceinline__ int components_before(const float * size, int mine, int part, int n_part, int d) {
+    const float x = size[mine], less = x > 0.0f ? __int_as_float(__float_as_int(x) - 1) : -1.0f;
     int before = 0;
 #pragma unroll 4
     for (int o = part*4; o < d; o += n_part*4) {
-        const float4 y = *(const float4 *) &m.size[o];
+        const float4 y = *(const float4 *) &size[o];
         const float  z = o + 3 < mine ? less : x;
         before += (y.x > z) + (y.y > z) + (y.z > z) + (y.w > z);
     }
     for (int o = mine & ~3; part == 0 && o < mine; ++o) {
-        before += m.size[o] == x;
+        before += size[o] == x;
     }
 #pragma unroll 1
     for (int o = 1; o < n_part; o *= 2) {
         before += __shfl_xor_sync(ALL, before, o);
     }
+    return before;
+}
+
+// the token's `rank` components with the largest spread times the sum over the KV head's query heads of |q| (ties: the lowest) -> m.comp, ascending, and
+// per head of this pass the coefficients q*scale/sqrt(|p_r|_1/|p|_1) with p = q*spread, 0 where the sums of a head are 0 or beyond f32. Returns the number
+// of components: fewer where q holds NaN. After copy_states(); ends at a barrier
+//   for_rows: the coefficients are rotated as K is, too, for rows of K -> m.q
+//   m.x[0][c]: what component c is on average, as far as the ranges tell
+template <int N_BIT, int GB, int NT>
+__device__ __forceinline__ int choose_components(
+        score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int h0, int64_t i, int64_t s, bool for_rows) {
+    const int  d = a.d, c = threadIdx.x, w = c/32, lane = c % 32;
+    const bool in = c < d;
+    spread_ranges ranges;
+    if (ggml_sparse_has_codes(N_BIT)) {
+        ranges.load(m, a, h_kv, c, s);
+    }
+    const float size = weigh_components(m, a, ranges, h_kv, h0, i, s);
+    const int n_comp = min(__syncthreads_count(in && size == size), a.rank_of(i, s)); // NaN is never kept
+
+    // a component is kept where fewer than n_comp come before it; n_part threads count for one
+    const int   n_part = d <= NT/4 ? 4 : d <= NT/2 ? 2 : 1, mine = c/n_part, part = c % n_part;
+    const float x = m.size[mine];
+    const int before = components_before(m.size, mine, part, n_part, d);
     const bool     kept = mine < d && x == x && before < n_comp;
     const unsigned bits = __ballot_sync(ALL, kept && part == 0);
     if (lane == 0) {

@@ -335,6 +335,18 @@ __device__ __forceinline__ float make_logit(float x, uint16_t mask, float scale,
 // where component c of a row of d is kept in shared memory: lanes that read spans of 8 side by side then read 16 bytes side by side
 __device__ __forceinline__ int q_place(int c, int d) { return c % 8/4*((d + 7)/8*4) + c/8*4 + c % 4; }
 
+// n_head queries of a token from number `head` on -> q, in the order of q_place(), zeros behind d and behind the last one; a thread per component
+template <int GB>
+__device__ __forceinline__ void load_queries(float (*q)[D_MAX], const view & from, int64_t head, int n_head, int64_t i, int64_t s, int d) {
+    const int c = threadIdx.x;
+#pragma unroll
+    for (int h = 0; h < GB; ++h) {
+        if (c < (d + 7)/8*8) {
+            q[h][q_place(c, d)] = h < n_head && c < d ? from.at<const float>(head + h, i, s)[c] : 0.0f;
+        }
+    }
+}
+
 // res[h] += span s of n_span of query h times x
 template <int GB>
 __device__ __forceinline__ void dot_span(float (&res)[GB], const float (*q)[D_MAX], int s, int n_span, const float (&x)[8]) {

@@ -325,6 +325,146 @@ __device__ __forceinline__ void finish_run(const score_args & a, const float (&x
     }
 }
 
+// the mask of a lane's spans, two positions each, hidden from n on; place(j): where span j begins behind t0, in a run or a line
+template <int N, typename F>
+__device__ __forceinline__ void load_mask(unsigned (&seen)[N], const uint16_t * mask, int t0, int n, const F & place) {
+    if (t0 + RUN <= n && (uintptr_t) mask % 8 == 0) {
+#pragma unroll
+        for (int j = 0; j < N/2; ++j) {
+            const uint2 raw = *(const uint2 *) &mask[t0 + place(j)];
+            seen[j*2]     = raw.x;
+            seen[j*2 + 1] = raw.y;
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            const int t = t0 + place(j/2) + j % 2*2;
+            seen[j]  = t     < n ? mask[t]     : F16_NEG_INF;
+            seen[j] |= (unsigned) (t + 1 < n ? mask[t + 1] : F16_NEG_INF) << 16;
+        }
+    }
+}
+
+// what a lane sees of its warp's run
+template <int N_BIT>
+struct seen_run {
+    unsigned    mask[PER_LANE/2];                 // two positions each
+    unsigned    visible  = 0;                     // a bit per position
+    group_state state[2] = { IS_HIDDEN, IS_HIDDEN };
+    unsigned    rows     = 0;                     // the lane's groups that are read from K, a bit for each of the run
+
+    // returns the bytes of step 1 that this lane counts
+    __device__ __forceinline__ int64_t look(const score_args & a, const int32_t * sealed, int run, int64_t i, int64_t s) {
+        const int lane = threadIdx.x % 32, n_kv = (int) a.n_kv;
+        load_mask(mask, a.mask.at<const uint16_t>(i, 0, s), run*RUN, n_kv, [&](int j) { return span_position<N_BIT>(lane, j); });
+        int n_seen[2] = {};
+#pragma unroll
+        for (int p = 0; p < PER_LANE; ++p) {
+            visible |= (unsigned) ((mask[p/2] >> p % 2*16 & 0xFFFF) != F16_NEG_INF) << p;
+        }
+#pragma unroll
+        for (int j = 0; j < N_SPAN; ++j) {
+            n_seen[is_second<N_BIT>(j)] += __popc(visible >> j*4 & 0xF);
+        }
+        int64_t bytes = 0;
+#pragma unroll
+        for (int b = 0; b <= (int) TWO_GROUPS<N_BIT>; ++b) {
+            constexpr int N_LANE = TWO_GROUPS<N_BIT> ? 8 : 4; // that share a group
+            const int n = lane_sum<N_LANE>(n_seen[b]), j = span_position<N_BIT>(lane, b == 0 ? 0 : N_BIT == 4 ? 1 : 2)/GROUP, g = run*(RUN/GROUP) + j;
+            if (n > 0) {
+                const bool in_k_t = N_BIT > 0 && sealed[g] != 0 && ggml_sparse_is_coded(g, n_kv, N_BIT);
+                state[b] = in_k_t ? IS_SEALED : IS_ROWS;
+                rows    |= in_k_t ? 0 : 1u << j;
+                if (lane % N_LANE == 0) {
+                    bytes += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
+                }
+            }
+        }
+        return bytes;
+    }
+};
+
+// products with rows of K, 8 lanes each, by all warps, run by run, from number r0 on: for the warps whose runs have groups that are read so
+template <int TYPE, int N_BIT, int GB, int NT>
+__device__ __forceinline__ void multiply_rows(
+        float (&x)[GB][PER_LANE], score_shared<N_BIT, GB, NT> & m, const score_args & a, const seen_run<N_BIT> & seen, int r0, int64_t h_kv, int64_t i,
+        int64_t s) {
+    const int tid = threadIdx.x, lane = tid % 32, w = tid/32, n_kv = (int) a.n_kv;
+    const uint16_t * mask = a.mask.at<const uint16_t>(i, 0, s);
+    unsigned rows = seen.rows;
+    for (int o = 1; o < 32; o *= 2) {
+        rows |= __shfl_xor_sync(ALL, rows, o);
+    }
+    if (lane == 0) {
+        m.rows[w] = rows;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int v = 0; v < NT/32; ++v) {
+        if (m.rows[v] == 0) {
+            continue;
+        }
+#pragma unroll 1
+        for (int p = tid/8; p < RUN; p += NT/8) {
+            if (m.rows[v] >> p/GROUP & 1) {
+                const int t = (r0 + v)*RUN + p;
+                float y[GB] = {};
+                dot_row<TYPE, GB>(y, m.q, a.k.type, t >= n_kv || mask[t] == F16_NEG_INF ? nullptr : a.k.at(h_kv, t, s), a.d);
+                store_products<GB>(m.x, y, p);
+            }
+        }
+        __syncthreads();
+        if (v == w) {
+#pragma unroll
+            for (int j = 0; j < N_SPAN; ++j) {
+                if (seen.state[is_second<N_BIT>(j)] == IS_ROWS) {
+                    const int p = span_position<N_BIT>(lane, j);
+#pragma unroll
+                    for (int h = 0; h < GB; ++h) {
+                        const float4 y = *(const float4 *) &m.x[h][p];
+                        x[h][j*4]     = y.x;
+                        x[h][j*4 + 1] = y.y;
+                        x[h][j*4 + 2] = y.z;
+                        x[h][j*4 + 3] = y.w;
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// a lane's logits of a run, from products -> x and a.logits; head: of the row, head number h of its token
+template <int N_BIT>
+__device__ __forceinline__ void write_run(float (&x)[PER_LANE], const score_args & a, const seen_run<N_BIT> & seen, int64_t head, int h, int run) {
+    const int   lane = threadIdx.x % 32, n_kv = (int) a.n_kv, t0 = run*RUN;
+    const float slope = head_slope(h, a.n_log2, a.max_bias), scale = N_BIT == 0 && !(a.softcap > 0.0f) ? a.scale : 1.0f;
+#pragma unroll
+    for (int p = 0; p < PER_LANE; p += 2) {
+        const float2 bias = f16_pair(seen.mask[p/2]);
+        x[p]     = seen.visible >> p       & 1 ? x[p]    *scale + slope*bias.x : neg_inf(); // whatever the product is
+        x[p + 1] = seen.visible >> (p + 1) & 1 ? x[p + 1]*scale + slope*bias.y : neg_inf();
+    }
+    float * logits = a.logits + head*a.n_kv + t0;
+    if (t0 + RUN <= n_kv && n_kv % 4 == 0 && (uintptr_t) a.logits % 16 == 0) {
+#pragma unroll
+        for (int j = 0; j < N_SPAN; ++j) {
+            *(float4 *) &logits[span_position<N_BIT>(lane, j)] = make_float4(x[j*4], x[j*4 + 1], x[j*4 + 2], x[j*4 + 3]);
+        }
+    } else {
+#pragma unroll
+        for (int p = 0; p < PER_LANE; ++p) {
+            const int t = span_position<N_BIT>(lane, p/4) + p % 4;
+            if (t0 + t < n_kv) {
+                logits[t] = x[p];
+            }
+        }
+    }
+    if (a.run_max) {
+        finish_run<N_BIT>(a, x, head, run);
+    }
+}
+
 // blocks that a multiprocessor shall hold at least: what leaves enough registers
 constexpr int score_blocks(int n_bit, int gb, int nt) { return (gb > 1 ? 1 : n_bit == 0 ? 3 : 2)*N_THREAD/nt; }
 
@@ -338,8 +478,7 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
 
     const int2    heads = split_index(blockIdx.y, a.n_pass), token = split_index(blockIdx.z, a.n_tok);
     const int64_t h_kv = heads.x, row = blockIdx.z, i = token.y, s = token.x;
-    const int     h0   = heads.y*GB, n_head = min(GB, a.n_group_q - h0);
-    const int64_t head = row*a.n_head + h_kv*a.n_group_q + h0;
+    const int     h0   = heads.y*GB, n_head = min(GB, a.n_group_q - h0), head = (int) h_kv*a.n_group_q + h0;
     const int     tid  = threadIdx.x, lane = tid % 32, w = tid/32;
 
     if (a.kl.data && a.kl.at<const int32_t>(i, 0, s)[0] < 0) {
@@ -347,11 +486,7 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
     }
     int n_comp = 0;
     if (N_BIT == 0) {
-        for (int j = 0; j < GB; ++j) {
-            if (tid < (a.d + 7)/8*8) {
-                m.q[j][q_place(tid, a.d)] = j < n_head && tid < a.d ? a.q.at<const float>(h_kv*a.n_group_q + h0 + j, i, s)[tid] : 0.0f;
-            }
-        }
+        load_queries<GB>(m.q, a.q, head, n_head, i, s, a.d);
         __syncthreads();
     } else {
         if (ggml_sparse_has_codes(N_BIT)) {
@@ -360,119 +495,34 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
         n_comp = choose_components(m, a, h_kv, h0, i, s, true);
     }
     static_assert(RUN/GROUP <= 8, "a byte of groups");
-    constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
-    const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
-    const int32_t  * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
-    const int n_kv = (int) a.n_kv, n_run = (int) a.n_run;
-    const bool mask_is_aligned = (uintptr_t) mask % 8 == 0, logits_are_aligned = n_kv % 4 == 0 && (uintptr_t) a.logits % 16 == 0;
+    const int32_t * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
 
     // of this KV head: the first block counts what choosing components reads
     int64_t bytes = tid == 0 && blockIdx.x == 0 && h0 == 0 ? ggml_sparse_spread_bytes(a.d, a.n_kv, N_BIT) : 0;
     const int stride = (int) gridDim.x*N_WARP;
 #pragma unroll 1
-    for (int r0 = blockIdx.x*N_WARP; r0 < n_run; r0 += stride) {
-        const int  run = r0 + w, t0 = run*RUN;
-        const bool in  = run < n_run;
-
-        // what there is to see
-        const bool whole = t0 + RUN <= n_kv; // the run, of which there is one then
-        unsigned seen[PER_LANE/2]; // the mask, two positions each
-        if (whole && mask_is_aligned) {
-#pragma unroll
-            for (int j = 0; j < N_SPAN; ++j) {
-                const uint2 raw = *(const uint2 *) &mask[t0 + span_position<N_BIT>(lane, j)];
-                seen[j*2]     = raw.x;
-                seen[j*2 + 1] = raw.y;
-            }
-        } else {
-#pragma unroll
-            for (int j = 0; j < PER_LANE/2; ++j) {
-                const int t = t0 + span_position<N_BIT>(lane, j/2) + j % 2*2;
-                seen[j]  = in && t     < n_kv ? mask[t]     : F16_NEG_INF;
-                seen[j] |= (unsigned) (in && t + 1 < n_kv ? mask[t + 1] : F16_NEG_INF) << 16;
-            }
-        }
-        int n_seen[2] = {};
-        unsigned visible = 0; // a bit per position
-#pragma unroll
-        for (int p = 0; p < PER_LANE; ++p) {
-            visible |= (unsigned) ((seen[p/2] >> p % 2*16 & 0xFFFF) != F16_NEG_INF) << p;
-        }
-#pragma unroll
-        for (int j = 0; j < N_SPAN; ++j) {
-            n_seen[is_second<N_BIT>(j)] += __popc(visible >> j*4 & 0xF);
-        }
-        group_state state[2] = { IS_HIDDEN, IS_HIDDEN };
-        unsigned rows = 0; // groups of the run, a bit each
-#pragma unroll
-        for (int b = 0; b <= (int) TWO_GROUPS<N_BIT>; ++b) {
-            constexpr int N_LANE = TWO_GROUPS<N_BIT> ? 8 : 4; // that share a group
-            const int n = lane_sum<N_LANE>(n_seen[b]), j = span_position<N_BIT>(lane, b == 0 ? 0 : N_BIT == 4 ? 1 : 2)/GROUP, g = run*(RUN/GROUP) + j;
-            if (n > 0) {
-                const bool in_k_t = N_BIT > 0 && sealed[g] != 0 && ggml_sparse_is_coded(g, n_kv, N_BIT);
-                state[b] = in_k_t ? IS_SEALED : IS_ROWS;
-                rows    |= in_k_t ? 0 : 1u << j;
-                if (h0 == 0 && lane % N_LANE == 0) {
-                    bytes += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
-                }
-            }
-        }
+    for (int r0 = blockIdx.x*N_WARP; r0 < (int) a.n_run; r0 += stride) {
+        const int run = r0 + w;
+        seen_run<N_BIT> seen;
+        const int64_t bytes_run = seen.look(a, sealed, run, i, s);
+        bytes += h0 == 0 ? bytes_run : 0;
 
         float x[GB][PER_LANE] = {};
-        if (N_BIT > 0 && n_comp > 0 && __ballot_sync(ALL, state[0] == IS_SEALED || state[1] == IS_SEALED) != 0) {
-            const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) t0*N_BIT/8;
-            if constexpr (HAS_CODES) {
+        if (N_BIT > 0 && n_comp > 0 && __ballot_sync(ALL, seen.state[0] == IS_SEALED || seen.state[1] == IS_SEALED) != 0) {
+            const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) run*RUN*N_BIT/8;
+            if constexpr (ggml_sparse_has_codes(N_BIT)) {
                 float step[GB], base[GB];
                 scan_codes<AT_ONCE<N_BIT, GB>>(x, m, step, base, w, n_comp, k_t + lane*(PER_LANE*N_BIT/8), a.k_t.nb1, [&] {
                     make_coef(m, step, base, w, n_comp, a.k_range.at(h_kv*a.d, run, s), a.k_range.nb1);
                 });
             } else {
-                scan_f16(x, m, n_comp, k_t + lane*16, a.k_t.nb1, n_kv - t0);
+                scan_f16(x, m, n_comp, k_t + lane*16, a.k_t.nb1, a.n_kv - run*RUN);
             }
         }
-        if (__syncthreads_or(rows != 0)) { // products with rows of K, 8 lanes each, by all warps, run by run
-            for (int o = 1; o < 32; o *= 2) {
-                rows |= __shfl_xor_sync(ALL, rows, o);
-            }
-            if (lane == 0) {
-                m.rows[w] = rows;
-            }
-            __syncthreads();
-#pragma unroll 1
-            for (int v = 0; v < N_WARP; ++v) {
-                if (m.rows[v] == 0) {
-                    continue;
-                }
-#pragma unroll 1
-                for (int p = tid/8; p < RUN; p += NT/8) {
-                    if (m.rows[v] >> p/GROUP & 1) {
-                        const int t = (r0 + v)*RUN + p;
-                        float y[GB] = {};
-                        dot_row<TYPE, GB>(y, m.q, a.k.type, t >= n_kv || mask[t] == F16_NEG_INF ? nullptr : a.k.at(h_kv, t, s), a.d);
-                        store_products<GB>(m.x, y, p);
-                    }
-                }
-                __syncthreads();
-                if (v == w) {
-#pragma unroll
-                    for (int j = 0; j < N_SPAN; ++j) {
-                        if (state[is_second<N_BIT>(j)] == IS_ROWS) {
-                            const int p = span_position<N_BIT>(lane, j);
-#pragma unroll
-                            for (int h = 0; h < GB; ++h) {
-                                const float4 y = *(const float4 *) &m.x[h][p];
-                                x[h][j*4]     = y.x;
-                                x[h][j*4 + 1] = y.y;
-                                x[h][j*4 + 2] = y.z;
-                                x[h][j*4 + 3] = y.w;
-                            }
-                        }
-                    }
-                }
-                __syncthreads();
-            }
+        if (__syncthreads_or(seen.rows != 0)) {
+            multiply_rows<TYPE>(x, m, a, seen, r0, h_kv, i, s);
         }
-        if (!in) {
+        if (run >= (int) a.n_run) {
             continue;
         }
         if (a.softcap > 0.0f) {
@@ -484,33 +534,8 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
         }
 #pragma unroll
         for (int h = 0; h < GB; ++h) {
-            if (h >= n_head) {
-                break;
-            }
-            const float slope = head_slope((int) h_kv*a.n_group_q + h0 + h, a.n_log2, a.max_bias), scale = N_BIT == 0 && !(a.softcap > 0.0f) ? a.scale : 1.0f;
-#pragma unroll
-            for (int p = 0; p < PER_LANE; p += 2) {
-                const float2 bias = f16_pair(seen[p/2]);
-                x[h][p]     = visible >> p       & 1 ? x[h][p]    *scale + slope*bias.x : neg_inf(); // whatever the product is
-                x[h][p + 1] = visible >> (p + 1) & 1 ? x[h][p + 1]*scale + slope*bias.y : neg_inf();
-            }
-            float * logits = a.logits + (head + h)*a.n_kv + t0;
-            if (whole && logits_are_aligned) {
-#pragma unroll
-                for (int j = 0; j < N_SPAN; ++j) {
-                    *(float4 *) &logits[span_position<N_BIT>(lane, j)] = make_float4(x[h][j*4], x[h][j*4 + 1], x[h][j*4 + 2], x[h][j*4 + 3]);
-                }
-            } else {
-#pragma unroll
-                for (int p = 0; p < PER_LANE; ++p) {
-                    const int t = span_position<N_BIT>(lane, p/4) + p % 4;
-                    if (t0 + t < n_kv) {
-                        logits[t] = x[h][p];
-                    }
-                }
-            }
-            if (a.run_max) {
-                finish_run<N_BIT>(a, x[h], head + h, run);
+            if (h < n_head) {
+                write_run(x[h], a, seen, row*a.n_head + head + h, head + h, run);
             }
         }
     }

@@ -109,6 +109,24 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
     }
 }
 
+// the sum of V over a group
+__device__ inline void sum_v(const seal_args & a, int64_t h, int64_t s, int64_t g) {
+    const int n = (int) min((int64_t) GROUP, a.n_kv - g*GROUP);
+    for (int c = threadIdx.x*8; c < a.d_v; c += N_THREAD*8) {
+        float sum[8] = {};
+        for (int t = 0; t < n; ++t) {
+            float x[8];
+            load_span<ANY>(x, a.v.type, a.v.at(h, g*GROUP + t, s), c, a.d_v);
+            for (int l = 0; l < 8; ++l) {
+                sum[l] += x[l];
+            }
+        }
+        for (int l = 0; l < 8 && c + l < a.d_v; ++l) {
+            a.v_sum.at<float>(ggml_sparse_sum_row(g), s)[h*a.d_v + c + l] = sum[l];
+        }
+    }
+}
+
 // one block per (entry of the list, KV head, stream). The first entry of a sum block does all of the list that lie in it, so that
 // runs are coded and sums summed once, and nobody waits for anybody
 static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
@@ -164,20 +182,7 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
             }
         }
         if (listed[j]) {
-            const int n = (int) min((int64_t) GROUP, a.n_kv - g*GROUP);
-            for (int c = threadIdx.x*8; c < a.d_v; c += N_THREAD*8) {
-                float sum[8] = {};
-                for (int t = 0; t < n; ++t) {
-                    float x[8];
-                    load_span<ANY>(x, a.v.type, a.v.at(h, g*GROUP + t, s), c, a.d_v);
-                    for (int l = 0; l < 8; ++l) {
-                        sum[l] += x[l];
-                    }
-                }
-                for (int l = 0; l < 8 && c + l < a.d_v; ++l) {
-                    a.v_sum.at<float>(ggml_sparse_sum_row(g), s)[h*a.d_v + c + l] = sum[l];
-                }
-            }
+            sum_v(a, h, s, g);
         }
     }
     __syncthreads();

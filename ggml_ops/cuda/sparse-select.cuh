@@ -100,28 +100,13 @@ static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a
     }
 }
 
-// one block: lists blockIdx.x, + gridDim.x, .. of a head, each of the cells of LIST_KEYS positions that are forced or reach a guess of the cut -> list,
-// count; with several query heads key, too
-static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a) {
-    begin_kernel();
-    constexpr int N = LIST_KEYS/N_THREAD, N_OWN = N_SAMPLE/N_THREAD; // of a thread
-    __shared__ float    top[G_MAX], inv[G_MAX];
-    __shared__ unsigned marks[LIST_KEYS/32];
-    __shared__ int      part[2][N_WARP], n_warp[N_WARP];
-
-    const head_place at(a, blockIdx.y, blockIdx.z);
-    const int32_t * kl = at.kl;
-    if (kl[0] < 0) {
-        return;
-    }
-    const int64_t u = at.u, head = u*a.n_group_q;
-    const float * logits = a.logits + head*a.n_kv;
-    const int n = (int) a.n_kv, w = threadIdx.x/32, lane = threadIdx.x % 32;
-    counter<N_THREAD> block = { part };
-    softmax_heads(a, head, top, inv);
-
+// an order that somewhat more than k keys of a head reach, from a sample of them; the work of a block
+__device__ __forceinline__ int guess_cut(
+        const select_args & a, counter<N_THREAD> & block, const float * logits, const float * top, const float * inv, int wanted) {
+    constexpr int N_OWN = N_SAMPLE/N_THREAD; // of a thread
+    const int n = (int) a.n_kv;
     int guess = ORDER_HIDDEN + 1; // all that is visible
-    const float want = (float) min(kl[0], a.topk_max)*N_SAMPLE/n, rank = sample_rank(want);
+    const float want = (float) min(wanted, a.topk_max)*N_SAMPLE/n, rank = sample_rank(want);
     if (rank < N_SAMPLE/2) {
         int   t[N_OWN], y[N_OWN];
         float x[N_OWN];
@@ -154,7 +139,30 @@ static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a
             });
         }
     }
+    return guess;
+}
 
+// one block: lists blockIdx.x, + gridDim.x, .. of a head, each of the cells of LIST_KEYS positions that are forced or reach a guess of the cut -> list,
+// count; with several query heads key, too
+static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a) {
+    begin_kernel();
+    constexpr int N = LIST_KEYS/N_THREAD; // keys of a thread
+    __shared__ float    top[G_MAX], inv[G_MAX];
+    __shared__ unsigned marks[LIST_KEYS/32];
+    __shared__ int      part[2][N_WARP], n_warp[N_WARP];
+
+    const head_place at(a, blockIdx.y, blockIdx.z);
+    const int32_t * kl = at.kl;
+    if (kl[0] < 0) {
+        return;
+    }
+    const int64_t u = at.u, head = u*a.n_group_q;
+    const float * logits = a.logits + head*a.n_kv;
+    const int n = (int) a.n_kv, w = threadIdx.x/32, lane = threadIdx.x % 32;
+    counter<N_THREAD> block = { part };
+    softmax_heads(a, head, top, inv);
+
+    const int guess = guess_cut(a, block, logits, top, inv, kl[0]);
     for (int b = blockIdx.x; b < a.n_list; b += gridDim.x) {
         int   t[N];
         float key[N];
@@ -375,6 +383,33 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
     finish_select<N_THREAD>(a, u, res, n_sel);
 }
 
+// where each list begins among all that is listed -> first, and how many forced cells this thread has seen -> n_in; returns how many are listed
+template <int NT>
+__device__ __forceinline__ int place_lists(int * first, int & n_in, const int2 * count, int n_list, int2 * n_warp) {
+    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
+    int n = 0;
+    for (int b0 = 0; b0 < n_list; b0 += NT) {
+        const int b = b0 + threadIdx.x, c = b < n_list ? count[b].x : 0;
+        int before = warp_prefix(c & 0xFFFF);
+        n_in += c >> 16;
+        if (lane == 31) {
+            n_warp[w].x = before;
+        }
+        __syncthreads();
+        const int x = lane < NT/32 ? n_warp[lane].x : 0;
+        before += n + warp_sum(lane < w ? x : 0);
+        if (b < n_list) {
+            first[b + 1] = before;
+        }
+        n += warp_sum(x);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        first[0] = 0;
+    }
+    return n;
+}
+
 // one block per head, after list_keys(); its threads hold N_HELD cells each, if that is enough
 template <int NT, int N_HELD>
 static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const select_args a) {
@@ -398,30 +433,7 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     if (a.count) {
         const int2 * count = a.count + u*a.n_list;
         guess = count[0].y;
-        for (int b0 = 0; b0 < a.n_list; b0 += NT) { // places of the lists
-            const int b = b0 + threadIdx.x, c = b < a.n_list ? count[b].x : 0;
-            int before = c & 0xFFFF;
-            n_in += c >> 16;
-#pragma unroll
-            for (int o = 1; o < 32; o *= 2) {
-                const int y = __shfl_up_sync(ALL, before, o);
-                before += lane >= o ? y : 0;
-            }
-            if (lane == 31) {
-                n_warp[w].x = before;
-            }
-            __syncthreads();
-            const int x = lane < NW ? n_warp[lane].x : 0;
-            before += n + warp_sum(lane < w ? x : 0);
-            if (b < a.n_list) {
-                first[b + 1] = before;
-            }
-            n += warp_sum(x);
-            __syncthreads();
-        }
-        if (threadIdx.x == 0) {
-            first[0] = 0;
-        }
+        n = place_lists<NT>(first, n_in, count, a.n_list, n_warp);
         n_in = block.sum(n_in); // with a barrier
     }
     const int k = max(min(kl[0], a.topk_max), n_in);

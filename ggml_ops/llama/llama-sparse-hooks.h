@@ -48,10 +48,11 @@ struct llama_sparse_restored {
 
 // build_attn_mha(): the attention of one layer, or nullptr: build it as upstream does.
 //   q [d_k, n_head, n_tokens], k [d_k, n_head_kv, n_kv, n_stream], v likewise, kq_mask [n_kv, n_tokens/n_stream, 1, n_stream]
-//   res [d_v*n_head, n_tokens] f32
+//   v_mla [d_v, d_res, n_head] or nullptr: what the result of each head is multiplied by, with latent attention
+//   res [d_v*n_head, n_tokens] f32, or d_res in the place of d_v
 ggml_tensor * llama_sparse_build_attn(
         const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il);
+        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
 // ---- llama_kv_cache ----
 

@@ -12,10 +12,6 @@
 llama_kv_cache *               llama_sparse_find_cache(llama_memory_i * memory);
 const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_context_i * mctx);
 
-// "" or why no layer of this cache, or not this one, can be sparse; ikv: its number in the cache
-const char * llama_sparse_why_not      (const llama_kv_cache & kv);
-const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv);
-
 bool llama_sparse_is_supported_type(ggml_type type); // of K or V
 
 // components of K (and q) that llama.cpp rotates together by a Hadamard matrix, 0: none; as in build_input_k_rot()
@@ -38,9 +34,6 @@ bool llama_sparse_is_worker(ggml_backend_dev_t dev);
 
 // whether CPUs compute what runs on a device; nullptr: the host
 bool llama_sparse_is_cpu(ggml_backend_dev_t dev);
-
-// "" or why a device can not run all nodes of ours that t is made of
-std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t);
 
 // calls f for each of our nodes that t is made of, t last
 template <typename F>

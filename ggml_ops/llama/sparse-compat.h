@@ -39,12 +39,12 @@ template <typename T> sparse_positions sparse_positions_of(const T & cells, llam
 
 // llama.cpp's own attention of a layer, without a learned bias. From 0.3.36 on it may be told how many positions a mask leaves; 0: it is not
 template <typename G>
-auto sparse_build_attn_mha(const G & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il,
-        int) -> decltype(g.build_attn_mha(q, k, v, nullptr, mask, sinks, nullptr, int64_t(0), scale, il)) {
-    return g.build_attn_mha(q, k, v, nullptr, mask, sinks, nullptr, int64_t(0), scale, il);
+auto sparse_build_attn_mha(const G & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, ggml_tensor * v_mla,
+        float scale, int il, int) -> decltype(g.build_attn_mha(q, k, v, nullptr, mask, sinks, v_mla, int64_t(0), scale, il)) {
+    return g.build_attn_mha(q, k, v, nullptr, mask, sinks, v_mla, int64_t(0), scale, il);
 }
 template <typename G>
-ggml_tensor * sparse_build_attn_mha(const G & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks, float scale,
-        int il, long) {
-    return g.build_attn_mha(q, k, v, nullptr, mask, sinks, nullptr, scale, il);
+ggml_tensor * sparse_build_attn_mha(const G & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask, ggml_tensor * sinks,
+        ggml_tensor * v_mla, float scale, int il, long) {
+    return g.build_attn_mha(q, k, v, nullptr, mask, sinks, v_mla, scale, il);
 }

@@ -8,6 +8,7 @@
 #include "llama-model.h"
 
 #include "sparse-codes.h"
+#include "sparse-reasons.h"
 
 #include <cstdlib>
 #include <optional>

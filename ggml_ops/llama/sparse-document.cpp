@@ -9,6 +9,7 @@
 
 #include "sparse-codes.h"
 #include "sparse-layout.h"
+#include "sparse-reasons.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -432,6 +433,9 @@ int64_t llama_sparse_document_write(
         if (from > to || to > n_pos) {
             throw std::runtime_error("a document of " + std::to_string(n_pos) + " positions has no positions " + std::to_string(from) + " to " +
                     std::to_string(to));
+        }
+        if (from == to) {
+            return int64_t(0); // an empty sequence has no first cell
         }
         p.cell = first_cell(kv, seq_id, p.stream, to);
         for (const part & rows : image_of(kv, p).rows) {

@@ -2,6 +2,7 @@
 
 #include "sparse-compat.h"
 #include "sparse-input.h"
+#include "sparse-reasons.h"
 
 #include "llama-hparams.h"
 #include "llama-kv-cache-iswa.h"
@@ -23,12 +24,18 @@ struct attention {
     ggml_tensor * kq_b;
     ggml_tensor * mask;
     ggml_tensor * sinks;
+    ggml_tensor * v_mla;
     float         scale;
     int           il;
 
     const llama_sparse_spec & spec()    const { return inp.state->spec; }
     float                     softcap() const { return g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f; }
     int32_t                   ikv()     const { return access::layer_ids(inp.kv()).at(il); }
+    // Multi-head latent attention: one row of K for all heads, and V is the front of it. Decoded tokens are read exactly, by ATTEND, which reads a
+    // row once for all heads: 4 times as fast as llama.cpp, which reads it for each (docs/measurements.md)
+    bool is_latent() const {
+        return v_mla && v->view_src == k->view_src && g.cparams.flash_attn && llama_sparse_is_supported_type(k->type) && llama_sparse_is_cpu(device());
+    }
     // where K lies: a view of the cache
     ggml_backend_dev_t        device()  const { return llama_sparse_device_of(k->view_src ? k->view_src : k); }
 
@@ -56,41 +63,6 @@ struct attention {
     }
 };
 
-// can our ops read this layer's tensors, if the cache allows?
-bool is_ordinary(const attention & a) {
-    return a.g.cparams.flash_attn && a.mask && a.mask->type == GGML_TYPE_F16 && !a.kq_b && !sparse_is_training(a.g.cparams, 0) && a.g.cparams.causal_attn;
-}
-
-// "" or why this layer's decoded tokens are left to llama.cpp whatever the batch
-std::string why_not_ours(const attention & a, const llama_kv_cache_context * mctx) {
-    if (!mctx) {
-        return "sliding-window layer";
-    }
-    if (a.il >= a.inp.state->n_layer) {
-        return "not a layer of the trunk"; // of a draft head, or one that routes
-    }
-    if (!a.g.cparams.flash_attn || !a.mask || a.mask->type != GGML_TYPE_F16) {
-        return "flash attention is off";
-    }
-    if (a.kq_b) {
-        return "attention with a learned bias";
-    }
-    if (!is_ordinary(a)) {
-        return "not causal decoding";
-    }
-    auto & kv = access::kv(*mctx);
-    for (const char * reason : { llama_sparse_why_not(kv), llama_sparse_why_not_layer(kv, access::layer_ids(kv).at(a.il)) }) {
-        if (*reason) {
-            return reason;
-        }
-    }
-    const auto & shadow = access::shadow(kv);
-    if (!shadow) {
-        return "not a plain KV cache";
-    }
-    return a.spec().has_shadow() ? shadow->at(a.ikv()).reason : "";
-}
-
 // does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory
 bool is_prompt_on_cpu(const attention & a) {
     for (int i = 0; i < ggml_backend_sched_get_n_backends(a.g.sched); ++i) {
@@ -104,8 +76,8 @@ bool is_prompt_on_cpu(const attention & a) {
 
 // can PREFILL read this layer, which may have a sliding window?
 bool can_prefill(const attention & a) {
-    return is_ordinary(a) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_supported_type(a.v->type) &&
-            is_prompt_on_cpu(a);
+    return llama_sparse_is_ordinary(a.g.cparams, a.mask, a.kq_b) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) &&
+            llama_sparse_is_supported_type(a.v->type) && is_prompt_on_cpu(a);
 }
 
 // our nodes run where K lies: left to the scheduler, they could follow q, and all of K be copied to them
@@ -160,8 +132,9 @@ ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_
 // The tokens [lo, hi) by llama.cpp's own attention. Its function calls our hook again, which knows a mask by its address, and passes on this view
 ggml_tensor * build_stock(const attention & a, uint32_t lo, uint32_t hi) {
     ggml_tensor * q    = ggml_view_3d(a.g.ctx0, a.q, a.q->ne[0], a.q->ne[1], hi - lo, a.q->nb[1], a.q->nb[2], a.q->nb[2]*lo);
-    ggml_tensor * mask = ggml_view_tensor(a.g.ctx0, a.view_mask(lo, hi));
-    ggml_tensor * res  = sparse_build_attn_mha(a.g, q, a.k, a.v, mask, a.sinks, a.scale, a.il, 0);
+    ggml_tensor * all  = a.view_mask(lo, hi);
+    ggml_tensor * mask = ggml_view_4d(a.g.ctx0, all, all->ne[0], all->ne[1], all->ne[2], all->ne[3], all->nb[1], all->nb[2], all->nb[3], 0);
+    ggml_tensor * res  = sparse_build_attn_mha(a.g, q, a.k, a.v, mask, a.sinks, a.v_mla, a.scale, a.il, 0);
     a.g.cb(res, "kqv_out", a.il); // by this name llama.cpp keeps it on the CPU with K and V that are not offloaded
     return res;
 }
@@ -201,6 +174,16 @@ void build_mask(const attention & a) {
     }
 }
 
+// x [d_v*n_head, n_tok] by v_mla [d_v, d_res, n_head]: [d_res*n_head, n_tok], as upstream's build_attn_mha() ends
+ggml_tensor * times_v_mla(const attention & a, ggml_tensor * x) {
+    ggml_context * ctx = a.g.ctx0;
+    x = ggml_reshape_3d(ctx, x, a.v->ne[0], a.q->ne[1], x->ne[1]);
+    x = ggml_mul_mat(ctx, a.v_mla, ggml_permute(ctx, x, 0, 2, 1, 3));
+    a.g.cb(x, "fattn_mla", a.il);
+    x = ggml_cont(ctx, ggml_permute(ctx, x, 0, 2, 1, 3));
+    return ggml_reshape_2d(ctx, x, x->ne[0]*x->ne[1], x->ne[2]);
+}
+
 // attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
 ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
     auto & inp = a.inp;
@@ -209,7 +192,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
 
     int32_t topk_max = 0, rank = 0; // the largest of those that read a selection
     for (const auto & x : inp.settings) {
-        if (!inp.reads_all(x, a.il)) {
+        if (!a.is_latent() && !inp.reads_all(x, a.il)) {
             topk_max = std::max(topk_max, x.spec.cap_for(inp.topk_for(x, a.il), inp.n_kv));
             rank     = std::max(rank, k_t ? inp.rank_for(x, a.il) : 0);
         }
@@ -218,8 +201,8 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
 
     // a device reads few bytes faster than it selects: what is short stays with its own flash attention
     const auto dev = a.device();
-    const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*tok.n_reply;
-    if (!llama_sparse_is_cpu(dev) && !spec.is_dense() && (all || dense_bytes < spec.gpu_min_mb*1e6)) {
+    const auto dense_bytes = [&] { return llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*tok.n_reply; };
+    if (!llama_sparse_is_cpu(dev) && !spec.is_dense() && (all || dense_bytes() < spec.gpu_min_mb*1e6)) {
         why = all ? "every position is read" : "short for a GPU";
         return nullptr;
     }
@@ -265,7 +248,8 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     if (!why.empty()) {
         return nullptr; // the nodes made above are in no graph
     }
-    return emit(a, dev, res, "sparse_attend");
+    res = emit(a, dev, res, "sparse_attend");
+    return a.v_mla ? times_v_mla(a, res) : res;
 }
 
 // The attention of a layer, or nullptr and why it is left to llama.cpp. ours: may PREFILL read the prompts? Else llama.cpp does, and a reply beside
@@ -275,7 +259,8 @@ ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string 
 
     ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a) : nullptr;
 
-    if (!why.empty()) { // a layer with a sliding window is read exactly, also for the replies among prompts
+    const std::string why_exact = a.is_latent() ? why : ""; // why it is read exactly, though by us
+    if (!why.empty() && why_exact.empty()) { // a layer with a sliding window is read exactly, also for the replies among prompts
         return !has_cache && tok.has_prompt() && ours ? build_prefill(a, 0, tok.n, a.mask) : nullptr;
     }
     if (tok.n_reply == 0) {
@@ -284,6 +269,7 @@ ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string 
     }
     build_mask(a);
     ggml_tensor * res = build_replies(a, k_t, why);
+    why = why.empty() ? why_exact : why;
     if (res && tok.is_mixed()) { // a token that sees nothing gives zeros
         res = ggml_add(a.g.ctx0, res, build_prompts_between(a, ours));
     }
@@ -302,11 +288,19 @@ bool find_cache(const llm_graph_context & g, const ggml_tensor * kq_mask, const 
     for (const auto & input : g.res->inputs) {
         auto * plain = dynamic_cast<llm_graph_input_attn_kv      *>(input.get());
         auto * iswa  = dynamic_cast<llm_graph_input_attn_kv_iswa *>(input.get());
+        auto * latent = dynamic_cast<llm_graph_input_attn_k *>(input.get());
         if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid *>(input.get())) {
             plain = hybrid->get_attn();
         }
         if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid_iswa *>(input.get())) {
             iswa = hybrid->get_attn();
+        }
+        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid_k *>(input.get())) {
+            latent = hybrid->get_attn();
+        }
+        if (latent && latent->get_kq_mask() == kq_mask) {
+            *mctx = latent->mctx;
+            return true;
         }
         if (plain && plain->get_kq_mask() == kq_mask) {
             *mctx = plain->mctx;
@@ -324,7 +318,7 @@ bool find_cache(const llm_graph_context & g, const ggml_tensor * kq_mask, const 
 
 ggml_tensor * llama_sparse_build_attn(
         const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
-        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, float kq_scale, int il) {
+        ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
     const llama_kv_cache_context * mctx = nullptr;
     if (!g.cparams.sparse || g.cparams.sparse->is_off() || !llama_sparse_find_cache(g.mctx) || !kq_mask || !find_cache(g, kq_mask, &mctx)) {
         return nullptr;
@@ -337,9 +331,9 @@ ggml_tensor * llama_sparse_build_attn(
         inp.layers.push_back({ il, "off", true });
         return nullptr;
     }
-    const attention a = { g, inp, q, k, v, kq_b, kq_mask, sinks, kq_scale, il };
+    const attention a = { g, inp, q, k, v, kq_b, kq_mask, sinks, v_mla, kq_scale, il };
 
-    std::string why = why_not_ours(a, mctx);
+    std::string why = llama_sparse_why_not_ours(g, *inp.state, mctx, kq_mask, kq_b, il);
     const bool ours = inp.tok.has_prompt() && can_prefill(a);
     ggml_tensor * res = build(a, mctx != nullptr, ours, why);
     inp.layers.push_back({ il, why, res == nullptr, res && !ours });

@@ -12,55 +12,79 @@ using access = llama_sparse_access;
 // seal
 //
 
-int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most, uint32_t end) {
-    auto & shadow = *access::shadow(kv);
-    const uint32_t n_stream = kv.get_n_stream();
-    const int32_t  n_span   = ggml_sparse_seal_span(shadow.n_bit())/GGML_SPARSE_GROUP; // groups whose codes have a range in common
+namespace {
 
-    std::vector<std::vector<int32_t>> todo(n_stream);
-    size_t n_list = 0, n_group = 0;
-    for (uint32_t s = 0; s < n_stream; ++s) {
+// complete groups below `end` that are not sealed, by stream: about n_most, and then those whose codes have a range in common with the last one
+std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_most, uint32_t end) {
+    const auto &  shadow = *access::shadow(kv);
+    const int32_t n_span = ggml_sparse_seal_span(shadow.n_bit())/GGML_SPARSE_GROUP;
+    std::vector<std::vector<int32_t>> res(kv.get_n_stream());
+    size_t n_group = 0;
+    for (uint32_t s = 0; s < res.size(); ++s) {
         shadow.for_sealable(access::cells(kv, s), s, std::min(end, kv.get_size()), nullptr, [&](int32_t g) {
-            const bool is_next = todo[s].empty() || g/n_span != todo[s].back()/n_span;
+            const bool is_next = res[s].empty() || g/n_span != res[s].back()/n_span;
             if (is_next && n_group >= n_most) {
                 return false;
             }
-            todo[s].push_back(g);
+            res[s].push_back(g);
             ++n_group;
             return true;
         });
-        n_list = std::max(n_list, todo[s].size());
+    }
+    return res;
+}
+
+// a graph that seals up to n_list groups of each stream, in all layers
+struct seal_graph {
+    ggml_context_ptr ctx;
+    ggml_tensor    * list;   // [n_list, n_stream]; -1: nothing
+    ggml_tensor    * sealed; // [n_grp, n_stream]
+    ggml_cgraph    * gf;
+    int64_t          n_layer = 0;
+
+    seal_graph(llama_kv_cache & kv, llama_sparse_state & state, size_t n_list) {
+        const auto & layers = access::layers(kv);
+        const auto & shadow = *access::shadow(kv);
+        ctx.reset(ggml_init({ (16*layers.size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
+        list   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, kv.get_n_stream());
+        sealed = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, shadow.sealed(0).size(), kv.get_n_stream());
+        gf     = ggml_new_graph(ctx.get());
+        ggml_set_input(list);
+        ggml_set_input(sealed);
+
+        llama_kv_cache::slot_info all;
+        all.s0 = 0;
+        all.s1 = kv.get_n_stream() - 1;
+        for (const auto & [il, ikv] : access::layer_ids(kv)) {
+            if (shadow.at(ikv).k_t && layers[ikv].il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
+                ggml_sparse_src src = {};
+                src.k      = kv.get_k(ctx.get(), il, kv.get_size(), all);
+                src.v      = kv.get_v(ctx.get(), il, kv.get_size(), all);
+                src.list   = list;
+                src.sealed = sealed;
+                src.stats  = state.stats(llama_sparse_device_of(layers[ikv].k));
+                ggml_build_forward_expand(gf, shadow.build_seal(ctx.get(), kv, ikv, 0, src));
+                ++n_layer;
+            }
+        }
+    }
+};
+
+} // namespace
+
+int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most, uint32_t end) {
+    auto & shadow = *access::shadow(kv);
+    auto   todo   = groups_to_seal(kv, n_most, end);
+    size_t n_list = 0, n_group = 0;
+    for (const auto & groups : todo) {
+        n_list   = std::max(n_list, groups.size());
+        n_group += groups.size();
     }
     if (n_group == 0) {
         return 0;
     }
-    const auto & layers = access::layers(kv);
-    ggml_context_ptr scratch(ggml_init({ (16*layers.size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
-    ggml_context * ctx = scratch.get();
-
-    ggml_tensor * list   = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_list, n_stream);
-    ggml_tensor * sealed = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, shadow.sealed(0).size(), n_stream);
-    ggml_set_input(list);
-    ggml_set_input(sealed);
-
-    llama_kv_cache::slot_info all;
-    all.s0 = 0;
-    all.s1 = n_stream - 1;
-    ggml_cgraph * gf = ggml_new_graph(ctx);
-    int64_t n_layer = 0;
-    for (const auto & [il, ikv] : access::layer_ids(kv)) {
-        if (shadow.at(ikv).k_t && layers[ikv].il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
-            ggml_sparse_src src = {};
-            src.k      = kv.get_k(ctx, il, kv.get_size(), all);
-            src.v      = kv.get_v(ctx, il, kv.get_size(), all);
-            src.list   = list;
-            src.sealed = sealed;
-            src.stats  = state.stats(llama_sparse_device_of(layers[ikv].k));
-            ggml_build_forward_expand(gf, shadow.build_seal(ctx, kv, ikv, 0, src));
-            ++n_layer;
-        }
-    }
-    if (n_layer == 0) {
+    const seal_graph graph(kv, state, n_list);
+    if (graph.n_layer == 0) {
         return 0;
     }
 
@@ -70,7 +94,7 @@ int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_
         backends.push_back(ggml_backend_sched_get_backend(like, i));
     }
     ggml_backend_sched_ptr sched(ggml_backend_sched_new(backends.data(), nullptr, backends.size(), GGML_DEFAULT_GRAPH_SIZE, false, false));
-    if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
+    if (!ggml_backend_sched_alloc_graph(sched.get(), graph.gf)) {
         return -1;
     }
     // whatever throws or fails in between, no group may count as sealed whose part of the shadow was not written
@@ -86,23 +110,23 @@ int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_
     };
     shadow.commit();
     unless_done guard = { shadow, false };
-    for (uint32_t s = 0; s < n_stream; ++s) {
+    for (uint32_t s = 0; s < todo.size(); ++s) {
         for (int32_t g : todo[s]) {
             shadow.seal(s, g);
         }
         todo[s].resize(n_list, -1);
-        ggml_backend_tensor_set(list, todo[s].data(), s*list->nb[1], list->nb[1]);
+        ggml_backend_tensor_set(graph.list, todo[s].data(), s*graph.list->nb[1], graph.list->nb[1]);
         if (ggml_sparse_has_codes(shadow.n_bit())) {
             const std::vector<int32_t> row(shadow.sealed(s).begin(), shadow.sealed(s).end());
-            ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
+            ggml_backend_tensor_set(graph.sealed, row.data(), s*graph.sealed->nb[1], graph.sealed->nb[1]);
         }
     }
-    if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
+    if (ggml_backend_sched_graph_compute(sched.get(), graph.gf) != GGML_STATUS_SUCCESS) {
         return -1;
     }
     guard.is_done = true;
     shadow.commit();
-    return n_layer*n_group;
+    return graph.n_layer*n_group;
 }
 
 //

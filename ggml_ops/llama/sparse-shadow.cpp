@@ -3,6 +3,7 @@
 #include "llama-hparams.h"
 
 #include "sparse-codes.h"
+#include "sparse-reasons.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -44,9 +45,8 @@ static uint32_t n_shadow_pos(const llama_kv_cache & kv, int32_t n_bit) {
     return ggml_sparse_has_codes(n_bit) ? (n + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN*GGML_SPARSE_RUN : (n - 1)/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP;
 }
 
-// the tensors of one layer, without memory
-static llama_sparse_shadow::layer new_layer(ggml_context * ctx, const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum) {
-    llama_sparse_shadow::layer res;
+llama_sparse_shadow::layer llama_sparse_shadow::layer::make(ggml_context * ctx, const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv) {
+    layer res;
     const auto &  src      = llama_sparse_access::layers(kv)[ikv];
     const int64_t n_pos    = n_shadow_pos(kv, spec.n_bit);
     const int64_t n_stream = kv.get_n_stream();
@@ -61,53 +61,11 @@ static llama_sparse_shadow::layer new_layer(ggml_context * ctx, const llama_kv_c
         ggml_format_name(res.k_range, "sparse_k_range_%d", (int) src.il);
     }
     ggml_format_name(res.k_t, "sparse_k_t_%d", (int) src.il);
-    if (v_sum) {
+    if (spec.wants_mean_v()) {
         res.v_sum = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, src.v->ne[0], ggml_sparse_n_sum_rows(llama_sparse_n_groups(kv.get_size())), n_stream);
         ggml_format_name(res.v_sum, "sparse_v_sum_%d", (int) src.il);
     }
     return res;
-}
-
-// "" or why the device of a layer's K can not run SparQ on it: asks with the nodes of a token that sees all of the cache
-static std::string why_not_sparq(const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv, bool v_sum) {
-    const auto & hparams = llama_sparse_access::hparams(kv);
-    const int    il      = llama_sparse_access::layers(kv)[ikv].il;
-    const ggml_backend_dev_t dev = llama_sparse_device_of(llama_sparse_access::layers(kv)[ikv].k);
-    if (!dev) {
-        return "";
-    }
-    ggml_context_ptr scratch(ggml_init({ 64*ggml_tensor_overhead(), nullptr, true }));
-    ggml_context * ctx = scratch.get();
-    const auto layer = new_layer(ctx, kv, spec, ikv, v_sum);
-
-    const int64_t n_kv = kv.get_size(), ns = kv.get_n_stream();
-    llama_kv_cache::slot_info all;
-    all.s0 = 0;
-    all.s1 = ns - 1;
-    ggml_sparse_src in = {};
-    in.k       = kv.get_k(ctx, il, n_kv, all);
-    in.v       = kv.get_v(ctx, il, n_kv, all);
-    in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
-    in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
-    in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, llama_sparse_n_groups(n_kv), ns);
-    in.visible = ggml_sparse_attn_visible(ctx, in.mask);
-    in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2 + std::max(spec.sinks, 1), 1, 1, ns);
-    in.list    = in.sealed;
-    layer.give(ctx, ns, 0, in);
-    in.k_t     = ggml_sparse_attn_seal(ctx, &in, { spec.n_bit, llama_sparse_n_rot(kv) });
-
-    const auto shares = llama_sparse_score_shares(kv, spec, hparams.n_layer());
-    ggml_sparse_score_select_params params = {};
-    params.score.rank       = spec.rank_for(il, in.k->ne[0], llama_sparse_row_bytes(kv, il));
-    params.score.scale      = 1.0f;
-    params.score.n_bit      = spec.n_bit;
-    params.score.n_rot      = llama_sparse_n_rot(kv);
-    params.select.topk_max  = spec.cap_for(spec.topk_for(il, n_kv, shares), n_kv);
-    params.select.n_head_kv = in.k->ne[1];
-    params.select.rest      = layer.v_sum && spec.wants_mean_v();
-    params.select.top_p     = (float) spec.top_p;
-    params.select.i_forced  = 2;
-    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, params));
 }
 
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
@@ -130,9 +88,9 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
         if (!ctx) {
             ctx.reset(ggml_init({ 3*cached.size()*ggml_tensor_overhead(), nullptr, true }));
         }
-        const std::string reason = why_not_sparq(kv, spec, ikv, v_sum);
+        const std::string reason = llama_sparse_why_not_sparq(kv, spec, ikv);
         if (reason.empty()) {
-            new_layers[ikv] = new_layer(ctx.get(), kv, spec, ikv, v_sum);
+            new_layers[ikv] = layer::make(ctx.get(), kv, spec, ikv);
         }
         new_layers[ikv].reason = reason;
     }

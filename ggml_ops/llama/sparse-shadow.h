@@ -37,6 +37,9 @@ struct llama_sparse_shadow {
         ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
         std::string   reason;            // why there is no k_t
 
+        // the tensors that `spec` needs for layer ikv of the cache, without memory
+        static layer make(ggml_context * ctx, const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv);
+
         // src.k_t, k_range and v_sum as the ops see them, of n_stream streams from s0 on
         void give(ggml_context * ctx, int64_t n_stream, uint32_t s0, ggml_sparse_src & src) const;
     };

@@ -89,7 +89,7 @@ std::string format_double(double x) {
 
 int32_t parse_int(const std::string & key, const std::string & s, int32_t min) {
     double x;
-    if (!to_double(s, x) || x != std::floor(x) || x > 1e9) {
+    if (s.find_first_not_of("+-0123456789") != std::string::npos || !to_double(s, x) || x > 1e9) {
         throw llama_sparse_error(key + " is not a whole number: " + s, "as in " + key + "=" + std::to_string(std::max(min, 16)));
     }
     if (x < min) {
@@ -137,6 +137,7 @@ std::string format_layer_k(const llama_sparse_spec::layer_k & k) {
 enum : unsigned {
     SHARED = 1, // one node of a graph has it for all its tokens, so that a sequence cannot have its own
     PROMPT = 2, // says how a prompt is read, so that it goes with `dense` too
+    CHOICE = 4, // chooses how much a layer reads, which ratio=1 and the budget flat do as well
 };
 
 using spec = llama_sparse_spec;
@@ -171,7 +172,7 @@ template <typename T, typename Parse, typename Text> key_info list(const char * 
             (x.*field).push_back(parse(one));
         }
     };
-    return { name, 0, read, [=](const spec & x) {
+    return { name, CHOICE, read, [=](const spec & x) {
                 std::string res;
                 for (const T & one : x.*field) {
                     res += (res.empty() ? "" : ":") + text(one);
@@ -193,8 +194,8 @@ const std::vector<key_info> & keys() {
     // clang-format off
     static const std::vector<key_info> res = {
         { "ratio", 0, [](spec & x, const std::string & s) { x.ratio = parse_ratio(s); }, [](const spec & x) { return format_double(x.ratio); } },
-        whole  ("rank",       &spec::rank,       1),
-        whole  ("topk",       &spec::topk,       1),
+        whole  ("rank",       &spec::rank,       1, CHOICE),
+        whole  ("topk",       &spec::topk,       1, CHOICE),
         whole  ("local",      &spec::local,      0),
         whole  ("sinks",      &spec::sinks,      0),
         whole  ("min_k",      &spec::min_k,      1),
@@ -203,7 +204,7 @@ const std::vector<key_info> & keys() {
         choice ("mean_v",     &spec::mean_v,     -1, { "auto", "off", "on" }, SHARED),
         { "shadow", SHARED, read_shadow, [](const spec & x) { return std::string(ggml_sparse_shadow_name(x.n_bit)); } },
         choice ("budget",     &spec::ramp,       -1, BUDGETS),
-        above_0("top_p",      &spec::top_p,      1.0, SHARED, "the share of the mass to select, as in top_p=0.95"),
+        above_0("top_p",      &spec::top_p,      1.0, SHARED | CHOICE, "the share of the mass to select, as in top_p=0.95"),
         above_0("cap",        &spec::cap,        1e6, SHARED, "up to how many times k, as in cap=4"),
         list   ("k_layers",    &spec::k_layers,    parse_layer_k, format_layer_k),
         list   ("rank_layers", &spec::rank_layers, parse_layer_rank, [](int32_t x) { return std::to_string(x); }),
@@ -230,10 +231,15 @@ const key_info & key_of(const std::string & name) {
 
 using key_set = std::set<std::string>;
 
+// the first key of those that choose how much a layer reads; "": none is given
+std::string choice_of(const key_set & given) {
+    const auto key = std::find_if(keys().begin(), keys().end(), [&](const key_info & k) { return k.flags & CHOICE && given.count(k.name); });
+    return key == keys().end() ? "" : key->name;
+}
+
 // rank and topk of a budget that reads next to the same at any length
 void make_flat(llama_sparse_spec & spec, const key_set & given) {
-    const char * others[] = { "ratio", "rank", "topk", "k_layers", "rank_layers", "top_p" };
-    if (spec.method != LLAMA_SPARSE_SPARQ || std::any_of(std::begin(others), std::end(others), [&](const char * key) { return given.count(key); })) {
+    if (spec.method != LLAMA_SPARSE_SPARQ || given.count("ratio") || !choice_of(given).empty()) {
         throw llama_sparse_error("budget flat is sparq,rank=32,topk=512, beside no ratio, rank, topk, k_layers, rank_layers or top_p", "write just sparq,flat");
     }
     spec.ramp = 0;
@@ -241,15 +247,19 @@ void make_flat(llama_sparse_spec & spec, const key_set & given) {
     spec.topk = 512;
 }
 
-// throws: a key would change nothing, because another says the same of every layer, or because the method does not use it
+// Throws: a key would change nothing, because another says the same of every layer, or because the method does not use it. Its default changes nothing
+// either, but is what everybody has who writes all keys down
 void check_idle(const llama_sparse_spec & spec, const key_set & given) {
+    const llama_sparse_spec usual;
     const bool is_topk = spec.method == LLAMA_SPARSE_TOPK;
     const bool is_rank_given = is_topk || given.count("rank");
+    const std::string choice = given.count("ratio") && spec.ratio >= 1 ? choice_of(given) : "";
     const struct { bool is_idle; const char * key, * why; } rules[] = {
         { given.count("k_layers")    && given.count("topk"), "topk",   "k_layers has the topk of every layer" },
         { given.count("rank_layers") && given.count("rank"), "rank",   "rank_layers has the rank of every layer" },
         { given.count("k_layers")    && spec.ramp,           "budget", "k_layers has the topk of every layer" },
-        { given.count("shadow")      && is_topk,             "shadow", "topk scores with all of K, not with a transposed copy" },
+        { spec.n_bit != usual.n_bit  && is_topk,             "shadow", "topk scores with all of K, not with a transposed copy" },
+        { !choice.empty(), choice.c_str(), "ratio 1 is dense attention" },
         { given.count("ratio") && given.count("topk") && is_rank_given, "ratio", is_topk ? "topk is given" : "topk and rank are given" },
     };
     for (const auto & rule : rules) {
@@ -267,7 +277,7 @@ void check_together(const llama_sparse_spec & spec, const key_set & given, const
             throw llama_sparse_error(method + " takes no keys" + (dense ? " but prompt and prompt_p: " : ": ") + text, "write just " + method);
         }
     }
-    if (given.count("prompt_p") && spec.prompt != 2) {
+    if (spec.prompt_p != llama_sparse_spec().prompt_p && spec.prompt != 2) {
         throw llama_sparse_error("prompt_p belongs to prompt=sparse: " + text, "as in prompt=sparse,prompt_p=0.99");
     }
     if (spec.cap != 1.0 && (spec.cap < 1.0 || spec.top_p >= 1.0)) {
@@ -282,14 +292,13 @@ void check_together(const llama_sparse_spec & spec, const key_set & given, const
     }
 }
 
-// given: receives the keys that are there
-llama_sparse_spec parse_keys(const std::string & text, key_set & given) {
+// Sets the method and what keys say, and leaves the rest as it is; given: receives the keys that are there
+void read_keys(const std::string & text, llama_sparse_spec & spec, key_set & given) {
     const names parts  = split(text, ',');
     const auto  method = std::find(METHODS.begin(), METHODS.end(), parts[0]);
     if (method == METHODS.end()) {
         throw llama_sparse_error("unknown method: " + parts[0], "write " + one_of(METHODS));
     }
-    llama_sparse_spec spec;
     spec.method = (llama_sparse_method) (method - METHODS.begin());
 
     for (size_t i = 1; i < parts.size(); ++i) {
@@ -313,8 +322,6 @@ llama_sparse_spec parse_keys(const std::string & text, key_set & given) {
     if (spec.ramp == 2) { // flat
         make_flat(spec, given);
     }
-    check_together(spec, given, text);
-    return spec;
 }
 
 } // namespace
@@ -325,34 +332,42 @@ std::string llama_sparse_in_one_line(std::string what) {
 }
 
 llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
+    llama_sparse_spec spec;
     key_set given;
-    return parse_keys(text, given);
+    read_keys(text, spec, given);
+    check_together(spec, given, text);
+    return spec;
 }
 
 llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const llama_sparse_spec & all) {
+    llama_sparse_spec spec;
+    spec.min_ctx = all.min_ctx;
+    for (const auto & k : keys()) {
+        if (k.flags & SHARED) {
+            k.read(spec, k.text(all));
+        }
+    }
     key_set given;
-    llama_sparse_spec spec = parse_keys(text, given);
+    read_keys(text, spec, given);
     if (spec.is_off()) {
+        check_together(spec, given, text);
         return spec;
     }
     const std::string here = ": " + all.str();
     if (all.is_off() || (spec.is_sparse() && spec.method != all.method) || (spec.has_shadow() && !all.has_shadow())) {
-        throw llama_sparse_error(std::string(spec.method_name()) + " is not available beside the settings of all: " + all.str(),
+        throw llama_sparse_error(std::string(spec.method_name()) + " is not available beside the settings of all" + here,
                 "start the program with it, as in --sparse-attn sparq,ratio=1/8");
     }
     for (const auto & k : keys()) {
-        if (!(k.flags & SHARED)) {
-            continue;
-        }
         const bool is_same = k.text(spec) == k.text(all) || (k.name == "mean_v" && (spec.mean_v != 0) == (all.mean_v != 0)); // auto is on
-        if (given.count(k.name) && !is_same) {
+        if (k.flags & SHARED && !is_same) {
             throw llama_sparse_error(k.name + " is the same for all" + here, "leave out " + k.name);
         }
-        k.read(spec, k.text(all));
+        if (k.flags & SHARED) {
+            k.read(spec, k.text(all));
+        }
     }
-    if (!given.count("min_ctx")) {
-        spec.min_ctx = all.min_ctx;
-    }
+    check_together(spec, given, text);
     return spec;
 }
 

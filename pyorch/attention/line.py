@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 DEFAULT_RATIO = 1 / 8
-_SHORT = re.compile(r"[^eE]{0,50}([eE][+-]?\d{1,3})?%?")  # 1e999999999 would have that many digits
+# what the library takes too: Python's own numbers may have underscores and digits of any script
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _RATIO_HINT = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
 
 
@@ -75,12 +77,26 @@ def read(
     return out
 
 
+def whole_number(text: str) -> int:
+    """Raises ValueError: it is none."""
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(text)
+    return int(text)
+
+
+def number(text: str) -> float:
+    """Raises ValueError: it is none."""
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(text)
+    return float(text)
+
+
 def _number_or_name(key: str, kind: str, text: str) -> float | int | str:
     try:
-        return float(text) if kind == "float" else int(text) if kind == "int" else text
+        return number(text) if kind == "float" else whole_number(text) if kind == "int" else text
     except ValueError:
-        number = "number" if kind == "float" else "whole number"
-        raise SparqError(f"{key} {text!r} is not a {number}", exit_code=2) from None
+        wanted = "number" if kind == "float" else "whole number"
+        raise SparqError(f"{key} {text!r} is not a {wanted}", exit_code=2) from None
 
 
 def write(method: str, settings: DataclassInstance, without: Collection[str] = ()) -> str:
@@ -112,11 +128,13 @@ def parse_ratio(text: str) -> float:
         SparqError: it is not a number, or not above 0 and at most 1.
     """
     raw = text.strip()
+    above, slash, below = (part.strip() for part in raw.partition("/"))
     try:
-        if not _SHORT.fullmatch(raw):
-            raise ValueError
-        value = float(Fraction(raw[:-1]) / 100 if raw.endswith("%") else Fraction(raw))
-    except (ValueError, ZeroDivisionError, OverflowError):
+        if slash:
+            value = number(above) / number(below)
+        else:
+            value = number(raw[:-1].strip()) / 100 if raw.endswith("%") else number(raw)
+    except (ValueError, ZeroDivisionError):
         raise SparqError(f"ratio {text!r} is not a number", _RATIO_HINT, exit_code=2) from None
     check_ratio(value, text)
     return value

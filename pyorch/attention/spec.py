@@ -86,9 +86,9 @@ class AttentionSpec:
     prompt_p  with prompt=sparse, the share of the attention that these positions carry
 
     Equal settings have only one form: a sparse method with neither a ratio nor both its parameters
-    has ratio 1/8, ratio 1 is `dense`, a given `top_p` needs no budget `top-p`, and a setting that
-    another one makes idle is refused. The exception is a ratio beside `k_layers` and `rank_layers`,
-    which says at what ratio they were measured.
+    has ratio 1/8, ratio 1 is `dense`, a `top_p` of 1 is none, a given one needs no budget `top-p`,
+    and a setting that another one makes idle is refused, unless it is the default. The exception is
+    a ratio beside `k_layers` and `rank_layers`, which says at what ratio they were measured.
 
     Raises:
         SparqError: an unknown name, a value out of range, or two that exclude each other.
@@ -138,6 +138,8 @@ class AttentionSpec:
             self._set(**{f.name: f.default for f in fields(self)} | kept)
         elif self.ratio is None and self.takes_ratio:
             self._set(ratio=DEFAULT_RATIO)
+        if self.top_p == 1:
+            self._set(top_p=None)
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -210,7 +212,8 @@ def _parse_layer_k(text: str) -> LayerK:
         if text == "dense":
             entry = LayerK(1.0, True)
         else:
-            entry = LayerK(float(text[:-1]) / 100 if is_share else float(int(text)), is_share)
+            k = line.number(text[:-1].strip()) / 100 if is_share else line.whole_number(text)
+            entry = LayerK(k, is_share)
     except ValueError:
         entry = LayerK(0.0)
     if not _is_layer_k(entry):
@@ -228,10 +231,17 @@ def parse_rank_layers(text: str) -> tuple[int, ...]:
     Raises:
         SparqError: not such a list.
     """
-    ranks = tuple(int(r) if r.isdecimal() else 0 for r in text.split(":"))
-    if 0 in ranks:
+    try:
+        ranks = tuple(line.whole_number(entry.strip()) for entry in text.split(":"))
+    except ValueError:
+        ranks = (0,)
+    if not _are_ranks(ranks):
         raise SparqError(f"rank_layers {text!r} is not a list of ranks", "8:8:16", exit_code=2)
     return ranks
+
+
+def _are_ranks(ranks: Collection[object]) -> bool:
+    return all(isinstance(r, Integral) and 1 <= int(r) <= _MOST for r in ranks)
 
 
 def _reads_everything(method: str, name: str) -> SparqError:
@@ -281,7 +291,7 @@ def _check_layers(spec: AttentionSpec) -> None:
         if not (isinstance(entry, LayerK) and _is_layer_k(entry)):
             raise SparqError(f"k_layers: {entry} is not a k", "64:12.5%:dense", exit_code=2)
     for rank in spec.rank_layers or ():
-        if not (isinstance(rank, Integral) and rank >= 1):
+        if not _are_ranks([rank]):
             raise SparqError(f"rank_layers: {rank!r} is not a rank", "8:8:16", exit_code=2)
 
 

@@ -49,7 +49,7 @@ TURN = 5  # tokens per turn
 # The rest of the model is as small as possible, so that attention is measured. Projections that
 # fit the caches at BASE and not at S would count as attention (width 512: up to 0.1 ms per layer).
 N_EMBD = 64
-_REST: dict[str, int | str] = {"n_embd": N_EMBD, "n_ff": 32, "n_vocab": 288, "tokenizer": "bytes"}
+_REST = {"n_embd": N_EMBD, "n_ff": 32, "n_vocab": 288}
 _LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far exceed the caches of the CPU
 
 

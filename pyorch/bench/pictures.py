@@ -167,9 +167,7 @@ def label_ends(
         ax.text(right + pad, y, text, color=colour, transform=ax.transAxes, va="center", fontsize=8)
 
 
-def write(
-    picture: Any, rows: Sequence[Row], name: str, about: dict[str, str], out: Path, png: bool
-) -> None:
+def write(picture: Any, rows: Sequence[Row], name: str, about: dict[str, str], out: Path) -> None:
     """Write `name`.svg, with the title and caption inside, and `name`.csv."""
     import matplotlib.pyplot as plt
 
@@ -182,6 +180,4 @@ def write(
     style = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#d1d7e0}}</style>"
     text = re.sub(r"(<svg [^>]*>)", rf"\1{style}", text, count=1)
     svg.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", "utf-8")
-    if png:
-        picture.savefig(out / f"{name}.png", dpi=110, facecolor="white")
     plt.close(picture)

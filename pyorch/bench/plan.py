@@ -59,7 +59,9 @@ class Case(Side):
     spec: AttentionSpec
     repetitions: int
     numa: str = ""
-    below_min_ctx: bool = False  # whether ours is meant to run dense
+    below_min_ctx: bool = (
+        False  # it stays because every key is made from it; records until November 2026 have both
+    )
     seed: int = 1
     n_gpu_layers: int | None = where_given(None)  # all
     rope: str = where_given("")  # `engine.Rope` as text
@@ -146,7 +148,6 @@ class SpeedPlan:
     workers: Sequence[str] = ()
     tensor_split: Sequence[float] = ()
     rope: str = ""
-    below_min_ctx: bool = False
     seed: int = 1  # the seed of the positions before
 
     def groups(self) -> Iterator[tuple[Path, list[Case]]]:
@@ -175,7 +176,6 @@ class SpeedPlan:
                         repack=self.repack,
                         repetitions=self.repetitions,
                         numa=self.numa,
-                        below_min_ctx=self.below_min_ctx,
                         seed=self.seed,
                         n_gpu_layers=self.n_gpu_layers,
                         kv_offload=self.kv_offload,
@@ -358,7 +358,7 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
     """Refuse rows of tokens that cannot run as they say, before anything is measured.
 
     Raises:
-        SparqError: a sparse row is dense at its positions, or a row below min_ctx is not.
+        SparqError: a sparse row is dense at its positions.
     """
     for model, group in planned:
         geo = geometry_of(model)
@@ -367,17 +367,11 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
             check_against_model(spec, geo.head_dim_k, geo.n_layer)
             if not (c.n_gen and spec.sparse) or geo.why_dense:
                 continue
-            # what the last or the first token sees; the very first of a text counts as its prompt
-            n_pos = c.n_depth + c.n_gen if c.below_min_ctx else max(c.n_depth, 1) + 1
+            # what the first token sees; the very first of a text counts as its prompt
+            n_pos = max(c.n_depth, 1) + 1
             types = (cache_type(t).bytes_per_element for t in (c.type_k, c.type_v))
             splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *types)]
-            if c.below_min_ctx and not all(s.dense for s in splits):
-                raise SparqError(
-                    f"{c.spec} is not dense at {n_pos} positions, but should be below min_ctx",
-                    "fewer tokens (-n), or a larger min_ctx",
-                    exit_code=2,
-                )
-            if not c.below_min_ctx and all(s.dense for s in splits):
+            if all(s.dense for s in splits):
                 reason = f": {splits[0].reason}" if splits else ""
                 raise SparqError(
                     f"{c.spec} stays dense at {n_pos} positions{reason}",

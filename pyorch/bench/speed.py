@@ -62,9 +62,7 @@ def run(plan: SpeedPlan, file: Path, progress: Progress, *, force: bool = False)
         return records.resume(
             BENCH,
             [group for _, group in planned],
-            lambda group, done: _measure(
-                models[id(group)], group, _Places(plan, processes), plan.text, done
-            ),
+            lambda group, done: measure(plan, models[id(group)], group, processes, done),
             file,
             progress,
             cost=lambda group: cost(models[id(group)], group),
@@ -96,11 +94,19 @@ class _Places:
         self._open.clear()
 
 
-def _measure(
-    model: Path, group: Sequence[Case], places: _Places, text: str, progress: records.Done
+def measure(
+    plan: SpeedPlan,
+    model: Path,
+    group: Sequence[Case],
+    processes: Workers,
+    progress: records.Done,
 ) -> list[records.Result]:
-    """Returns one result per case: samples, bytes, counters and bandwidth."""
-    first, geo = group[0], geometry_of(model)
+    """Returns one result per case of a group: samples, bytes, counters and bandwidth.
+
+    Raises:
+        SparqError: as `run`.
+    """
+    first, geo, places = group[0], geometry_of(model), _Places(plan, processes)
     if not first.n_workers:
         _check_memory(group, model)
     reader = MemoryReader(first.n_threads)
@@ -111,7 +117,7 @@ def _measure(
     def process(case: Case) -> Worker:
         return places.open(case, model)
 
-    layers = _prepare(group, process, text)
+    layers = _prepare(group, process, plan.text)
     card = card_of(model)
     progress(0.2)
     bandwidth: list[float] = []
@@ -233,9 +239,8 @@ def refuse_idle(case: Case, counters: dict[str, int], n_layer: int) -> None:
     if case.library == "stock" or spec.method == "off":
         return
     if case.n_gen:
-        sparse = spec.sparse and not case.below_min_ctx
         n_decoded = case.n_gen - (case.n_depth == 0)  # the first token of a text is its prompt
-        name, wanted = "calls_sparse" if sparse else "calls_dense_op", n_layer * n_decoded
+        name, wanted = "calls_sparse" if spec.sparse else "calls_dense_op", n_layer * n_decoded
     elif spec.method == "sparq":
         # the last batch's groups are left to the tokens that follow
         least = max(case.n_prompt - N_BATCH, 0) // GROUP

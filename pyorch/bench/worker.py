@@ -109,15 +109,6 @@ class Subject:
     def attention(self, spec: str) -> None:
         engine.set_attention(self._session, spec)
 
-    def turned_on(self, spec: str) -> dict[str, int]:
-        """Time switching attention on, which seals the cache. `sealed`: groups of positions, summed
-        over layers."""
-        engine.reset_counters(self._session)
-        started = time.perf_counter_ns()
-        engine.set_attention(self._session, spec)
-        took = time.perf_counter_ns() - started
-        return {"ns": took, "sealed": engine.info(self._session).counter("groups_sealed")}
-
     def decode(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the position after those in the cache, which stays the same.
 
@@ -150,18 +141,6 @@ class Subject:
         counters = self._counters()
         engine.rewind(session, n_pos)
         return {"samples_ns": samples, "counters": counters}
-
-    def restored(self, n_pos: int, n_token: int, seed: int) -> dict[str, Any]:
-        """Restore a state of random K and V, and time `n_token` tokens from the first on, all
-        decoded at the same position. `sealed`: groups of positions that restoring sealed, summed
-        over layers.
-        """
-        engine.reset_counters(self._session)
-        self.fill(n_pos, seed)
-        sealed = engine.info(self._session).counter("groups_sealed")
-        engine.reset_counters(self._session)
-        samples = [self._step(3) for _ in range(n_token)]
-        return {"samples_ns": samples, "sealed": sealed, "counters": self._counters()}
 
     def layers(self) -> tuple[int, list[str]]:
         """The number of layers that ran our code at the last token, and why the others did not."""

@@ -32,7 +32,6 @@ COMMANDS = {
     "demo": ("demo", "Let a small model complete sentences out of a long story."),
     "bench": ("bench", "Measure speed beside llama.cpp's."),
     "eval": ("eval", "Measure what sparse attention costs in quality."),
-    "synth": ("synth", "Write a model with random weights, for timing."),
     "build": ("build", "Build the patched llama.cpp library."),
     "doctor": ("doctor", "Say what is built and what this machine can do."),
 }
@@ -94,7 +93,7 @@ def main() -> None:
 def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
     """Run a command; an error becomes two lines on stderr and an exit code, and so does a death by
     a signal in the library."""
-    native.tells_of_death = True
+    native.reports_crashes = True
     streams.prepare()
     try:
         status = command(standalone_mode=False, prog_name=prog_name)
@@ -115,7 +114,8 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left is not tried again
+        if not error.filename:  # of a stream: what is left in it is not tried again
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         if isinstance(error, BrokenPipeError):  # the reader of our output is gone
             sys.exit(1)
         where = f"{error.filename}: " if error.filename else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
     from pyorch.bench.plan import SpeedPlan
-    from pyorch.bench.records import Record
 
 CACHE_TYPE = Name(*CACHE_TYPES)
 # as in llama-bench; with `auto` stock is measured both ways
@@ -36,11 +35,9 @@ FLASH_ATTN = {
 }
 SYNTHETIC = {"like", "layers", "quant"}  # options that a model replaces
 ROPE_AND_RPC = {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
-# what the other two measurements do not take
+# what attention by itself does not take
 NOT_ATTN_ONLY = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "text"}
-NOT_ATTN_ONLY |= {"no_repack", "no_kv_offload", "growth", *ROPE_AND_RPC}
-NOT_GROWTH = {"n_prompt", "flash_attn", "cache_type_k", "cache_type_v", "n_gpu_layers", "text"}
-NOT_GROWTH |= {"no_repack", "no_kv_offload", "attn_only", *ROPE_AND_RPC}
+NOT_ATTN_ONLY |= {"no_repack", "no_kv_offload", *ROPE_AND_RPC}
 
 
 # ---- options ----
@@ -63,7 +60,7 @@ class Wanted:
     layers: int | None = option(
         "--layers",
         type=LAYERS,
-        help="Layers of the synthetic model.  [default: as many as fit; 2 with --growth]",
+        help="Layers of the synthetic model.  [default: as many as fit]",
     )
     quant: str = option(
         "--quant",
@@ -76,16 +73,13 @@ class Wanted:
         "-p", "--n-prompt", of=Numbers(), default="0", text="Time prompts of this many tokens."
     )
     n_gen: list[int] = several(
-        "-n",
-        "--n-gen",
-        of=Numbers(),
-        text="Time this many decoded tokens.  [default: 16; 20 with --growth]",
+        "-n", "--n-gen", of=Numbers(), default="16", text="Time this many decoded tokens."
     )
     n_depth: list[int] = several(
         "-d",
         "--n-depth",
         of=Numbers(),
-        text="Positions in the cache before.  [default: 4096; 4096-65536*2 with --growth]",
+        text="Positions in the cache before.  [default: 4096; with --attn-only 4096,16384,32768]",
     )
     threads: list[int] = several(
         "-t",
@@ -141,15 +135,9 @@ class Wanted:
         "--text",
         type=File(),
         metavar="FILE",
-        help="A book: ours reads -d tokens of it instead of random K and V, and goes on with it.",
+        help="A book, of which -d tokens are read in place of random K and V.",
     )
     attn_only: bool = option("--attn-only", is_flag=True, help="Time attention alone.")
-    growth: bool = option(
-        "--growth",
-        is_flag=True,
-        help="Measure how token time grows with the positions, below min_ctx and after a restored "
-        "state.",
-    )
     out: str | None = option(
         "--out",
         type=File(),
@@ -181,15 +169,14 @@ class Wanted:
         from pyorch.bench.plan import SpeedPlan
         from pyorch.evals.texts import read_texts
 
-        layers, n_gen, n_depth = (2, 20, "4096-65536*2") if self.growth else (None, 16, "4096")
         return SpeedPlan(
             models=[model_path(m, self.yes, native.check_compiler) for m in self.models],
             like=self.like or ["llama2-7b"],
-            n_layer=self.layers or layers,
+            n_layer=self.layers,
             quant=self.quant,
             n_prompt=self.n_prompt,
-            n_gen=self.n_gen or [n_gen],
-            n_depth=self.n_depth or Numbers().convert(n_depth, None, None),
+            n_gen=self.n_gen,
+            n_depth=self.n_depth or [4096],
             threads=self.threads,
             type_k=self.cache_type_k,
             type_v=self.cache_type_v,
@@ -248,13 +235,6 @@ def command(ctx: click.Context, wanted: Wanted) -> None:
         default = click.core.ParameterSource.DEFAULT
         chosen = any(ctx.get_parameter_source(x) is not default for x in ("ratio", "attn"))
         _attention(wanted, wanted.specs if chosen else None)
-    elif wanted.growth:
-        hint = "-m or --like chooses the model, -d the positions, -r the rounds of all depths"
-        _refuse(ctx, given & NOT_GROWTH, "has no meaning with --growth", hint)
-        for name in ("models", "like", "threads", "n_gen"):
-            if len(getattr(wanted, name)) > 1:
-                _refuse(ctx, {name}, "has one value with --growth", "measure one after the other")
-        _growth(wanted)
     else:
         _speed(wanted)
 
@@ -299,37 +279,8 @@ def _attention(wanted: Wanted, specs: list[AttentionSpec] | None) -> None:
         found = attention.run(plan, file, progress, force=wanted.force)
     _keep(file, attention_table.markdown(records.latest(records.load_all(file))))
     own = {"md": attention_table.markdown, "summary": attention_table.summary}.get(wanted.output)
-    print(own(found) if own else output.FORMATS[wanted.output](attention_table.flat(found), found))
+    print(own(found) if own else output.FORMATS[wanted.output](attention_table.rows(found), found))
     note(f"records: {file}", "dim")
-
-
-def _growth(wanted: Wanted) -> None:
-    from pyorch.bench import growth, output
-
-    plan, file = wanted.plan(), wanted.file("growth.jsonl")
-    _agree_to_write(plan, wanted.yes)
-    with progress_bar("growth") as progress:
-        found, sealing = growth.run(plan, file, progress, force=wanted.force)
-    table = growth.markdown(found, sealing)
-    _keep_if_all(file, found, table)
-    form = output.FORMATS.get(wanted.output)
-    print(form(output.rows(found), found) if form else table)
-    note(f"records: {file}", "dim")
-
-
-def _keep_if_all(file: Path, found: Sequence[Record], table: str) -> None:
-    """Keep a table beside those of other models, and in the place of the same model's only if its
-    lines go through all recorded depths: those of fewer say less."""
-    from pyorch.bench import growth, records
-
-    md = file.with_suffix(".md")
-    kept = growth.by_model(md.read_text("utf-8") if md.exists() else "")
-    new = growth.by_model(table)
-    deeper = growth.deeper(records.load_all(file), found)
-    if deeper and kept.keys() & new.keys():
-        note(f"note: {md} stays as it is: there are records of -d {max(deeper)}, too", "yellow")
-    else:
-        _keep(file, "\n\n".join((kept | new).values()))
 
 
 def _keep(file: Path, table: str) -> None:

@@ -18,15 +18,12 @@ from pyorch.progress import say
     "--tools", is_flag=True, help="Build llama-bench, llama-cli, llama-server and more, too."
 )
 @click.option(
-    "--web-page", is_flag=True, help="Build llama-server with its web page, too; needs Node.js."
-)
-@click.option(
     "--portable", is_flag=True, help="Build for any CPU of this kind (x86-64: with AVX2)."
 )
-@click.option("--cuda", is_flag=True, help="Build with CUDA, the default with nvcc and a device.")
 @click.option(
-    "--cuda-arch",
-    help="CUDA architectures: native, all or 80,90.  [default: native with a device, else all]",
+    "--cuda",
+    metavar="ARCHS",
+    help="Build with CUDA for native, all or 80,90.  [default: native with nvcc and a device]",
 )
 @click.option(
     "--jobs", type=Number(int, 1), help="Compilers that run at once.  [default: one per core]"
@@ -36,10 +33,8 @@ from pyorch.progress import say
 def command(
     stock: bool,
     tools: bool,
-    web_page: bool,
     portable: bool,
-    cuda: bool,
-    cuda_arch: str | None,
+    cuda: str | None,
     jobs: int | None,
     force: bool,
     env: bool,
@@ -51,21 +46,16 @@ def command(
     """
     from pyorch.native import build
     from pyorch.native import cuda as toolkit
-    from pyorch.native import web_page as page
 
-    cuda = cuda or cuda_arch is not None
     options = build.Options(stock=stock, portable=portable)
-    if cuda:
-        options = replace(options, cuda=toolkit.archs(cuda_arch))
+    if cuda is not None:
+        options = replace(options, cuda=toolkit.archs(cuda))
         if not toolkit.find_nvcc():
             raise SparqError(
                 "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
             )
-    names: tuple[str, ...] = build.TOOLS if tools or web_page else ()
-    if web_page:
-        page.check()
-        names += (page.NAME,)
-    if not (cuda or portable):
+    names = build.TOOLS if tools else ()
+    if cuda is None and not portable:
         options = build.usual(stock)
         if build.find(options, names) is None:
             options = build.working(options)

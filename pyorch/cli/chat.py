@@ -23,7 +23,7 @@ from pyorch.cli.conversation import REPLY_ROOM, Chat
 from pyorch.cli.loading import open_session, shown
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
-from pyorch.cli.terminal import json_text, note
+from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import File, Number, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 HELP = """\
 /read FILE    put a text before the next message, after those of earlier /read; it is kept, and
               not read a second time
-/document F   a new conversation about what sparq-cpp read has read; alone: list them
+/document F   a new conversation about a text that sparq-cpp read has kept; alone: list them
 /stats        speed and attention of the last reply
 /ratio 1/4    sparse attention from the next reply on
 /dense        exact attention from the next reply on
 /clear        begin a new conversation
 /save FILE    write the conversation; --resume FILE continues it. /save FILE kv: at once
 /exit         leave (also Ctrl-D)
-//...         a message that begins with /: the first one is left out
+//...         a message that begins with a slash
 Ctrl-C stops a reply, or the reading of a message, which is then dropped. Pressed again, it
 stops the program. The arrow keys bring back earlier messages.
 
@@ -101,7 +101,7 @@ def command(
     chat_documents.limit()
     spec = attention.spec()
     if resume and documents:
-        raise SparqError("--resume and --document are two beginnings", "give one of them", 2)
+        raise SparqError("--resume cannot be combined with --document", "give one of them", 2)
     messages = _resume(resume) if resume else []
     found = chat_documents.load_all(documents, system)
     saved = chat_documents.saved_beside(resume) if resume else []
@@ -138,7 +138,7 @@ def _loop(chat: Chat) -> None:
         note(f"{shown(chat.session.path)}, attention {chat.spec}. /help lists the commands", "dim")
         if n := sum(m["role"] != "system" for m in chat.messages):
             note(f"{n} messages of an earlier conversation", "dim")
-    told = cache(say)  # once, not for each line
+    say_once = cache(say)  # once, not for each line
     for line in _typed(chat.keeps) if chat.interactive else _piped():
         try:
             if re.match(rb"/[^/\s]", line):
@@ -146,7 +146,9 @@ def _loop(chat: Chat) -> None:
                     return
             else:
                 text = line[1:] if line.startswith(b"//") else line
-                _reply(chat, decoded(text, "your message" if chat.interactive else "stdin", told))
+                _reply(
+                    chat, decoded(text, "your message" if chat.interactive else "stdin", say_once)
+                )
         except SparqError as error:
             if not chat.interactive:
                 raise
@@ -279,9 +281,10 @@ def _save(chat: Chat, name: str) -> None:
 
     kv = name.endswith(" kv")
     name = name.removesuffix(" kv")
-    text = json_text({"messages": chat.messages})
+    text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
     with new_file(path := _path("/save", name), force=True, private=True) as (partial, _):
-        partial.write_text(text + "\n", encoding="utf-8")
+        # what UTF-8 cannot have becomes an escape of JSON
+        partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     if kv and chat.session.tokens:
         chat_documents.save_beside(chat.session, chat.template, path)
     note(f"{len(chat.messages)} messages written to {name}", "dim")
@@ -294,8 +297,6 @@ def _resume(name: str) -> list[dict[str, str]]:
         found = [{"role": str(m["role"]), "content": m["content"]} for m in messages]
         if not all(isinstance(m["content"], str) for m in found):  # of others, a list of parts
             raise TypeError
-    except OSError as e:
-        raise SparqError(f"{name}: {e.strerror or e}", hint) from None
     except (ValueError, KeyError, TypeError):
         raise SparqError(f"{name}: not a saved conversation", hint) from None
     for m in found:
@@ -314,7 +315,7 @@ def _reply(chat: Chat, text: str) -> None:
     if read:
         chat.read.append(read)
     try:
-        prompt = _fit(chat)
+        prompt = _trimmed_prompt(chat)
         engine.reset_counters(chat.session)
         sampling = chat.sampling.drawn()
         reply, finish = _stream(chat, prompt, sampling)
@@ -329,7 +330,7 @@ def _reply(chat: Chat, text: str) -> None:
     chat_documents.keep(chat)
     if chat.as_json:
         said = {"reply": reply, "finish": finish, "seed": sampling.seed}
-        print(json.dumps({**said, **chat.summary.json()}), flush=True)
+        print_json({**said, **chat.summary.json()}, indent=None)
     if chat.interactive:
         note(chat.summary.line(), "dim")
     _note_end(chat, finish)
@@ -353,12 +354,12 @@ def _note_end(chat: Chat, finish: str) -> None:
         note(f"note: the reply was cut: {why}; -n allows more tokens", "yellow")
     info = chat.summary.info if chat.summary else None
     why = why_dense(chat.spec, info) if info else ""
-    if why and why != chat.told:
+    if why and why != chat.dense_note:
         note(why, "yellow")
-    chat.told = why
+    chat.dense_note = why
 
 
-def _fit(chat: Chat) -> list[int]:
+def _trimmed_prompt(chat: Chat) -> list[int]:
     """The tokens of the conversation. Its oldest messages are dropped if they leave no room for a
     reply, and those with a text of /read are dropped last."""
     dropped = 0

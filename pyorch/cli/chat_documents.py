@@ -80,7 +80,7 @@ def open_in(chat: Chat, document: Document) -> None:
     if is_read:
         note(f"{document.name}: {document.n_tokens} tokens, read before", "dim")
     else:
-        note("hint: give the chat template of then, or sparq-cpp read it again", "yellow")
+        note("hint: use the chat template that it was read with, or read it again", "yellow")
 
 
 def go_on(chat: Chat, document: Document) -> None:
@@ -141,13 +141,13 @@ def limit() -> int:
     """The bytes of all that `/read` may keep.
 
     Raises:
-        SparqError: SPARQ_DOCUMENTS_LIMIT is no size; more than somebody wanted would be kept.
+        SparqError: SPARQ_DOCUMENTS_LIMIT is not a size; more than somebody wanted would be kept.
     """
     given = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "") or str(LIMIT)
     try:
         return 0 if given == "0" else Size().convert(given, None, None)
     except SparqError:
-        said = f"SPARQ_DOCUMENTS_LIMIT {given!r} is no size"
+        said = f"SPARQ_DOCUMENTS_LIMIT {given!r} is not a size"
         raise SparqError(said, "512M or 2G; 0 keeps nothing", exit_code=2) from None
 
 

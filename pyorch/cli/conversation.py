@@ -36,7 +36,7 @@ class Chat:
     keep: tuple[Path, Reading] | None = None  # what /read keeps after a reply
     keeps: bool = True  # whether it does
     summary: Summary | None = None  # the summary of the last reply
-    told: str = ""  # the note on why attention is dense, which is shown once
+    dense_note: str = ""  # the note on why attention is dense, which is shown once
 
     def __post_init__(self) -> None:
         # the last sparse settings, which /ratio goes back to after /dense

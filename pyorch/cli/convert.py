@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pyorch.cli.loading import fetch_model
-from pyorch.cli.terminal import confirm
+from pyorch.cli.terminal import confirm, note
 from pyorch.cli.types import File, Name
 from pyorch.errors import SparqError
 from pyorch.models.convert import OUTTYPES
@@ -86,4 +85,4 @@ def _downloaded(spec: Spec, agree: Say) -> Path:
         raise SparqError(f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull")
     if not found.complete:
         agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")
-    return fetch_model(found).path.parent
+    return pull.fetch(found, note).path.parent

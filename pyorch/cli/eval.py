@@ -184,7 +184,7 @@ def run(
 
     document = _document(examples, tasks)
     if document:
-        wanted, load = _fitting(document, wanted, load)
+        wanted, load = _for_document(document, wanted, load)
     plan = _plan(Path(name), tasks, wanted, load, examples)
     context: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
     context |= {"type_k": plan.type_k, "type_v": plan.type_v, "rope": plan.rope}
@@ -225,7 +225,7 @@ def _document(examples: ExampleOptions, tasks: Sequence[Task]) -> Document | Non
     return document_file.load(document_file.find(examples.document))
 
 
-def _fitting(
+def _for_document(
     document: Document, wanted: MethodOptions, load: opt.LoadOptions
 ) -> tuple[MethodOptions, opt.LoadOptions]:
     """The options with the room and the types that a document needs, where none were given."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +18,14 @@ from pyorch.cli import options as opt
 from pyorch.cli.cluster import cluster
 from pyorch.cli.cluster import show as show_cluster
 from pyorch.cli.groups import on_the_line, takes
-from pyorch.cli.lengths import lengths, product_rate, show
+from pyorch.cli.lengths import (
+    expectation,
+    kinds_text,
+    layer_kinds,
+    lengths,
+    product_rate,
+    show,
+)
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
@@ -63,9 +72,10 @@ def command(
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
 
     The numbers come from the header of the model, or from its card if the model is not
-    downloaded. The speed-ups are limits: they count bytes over the measured memory bandwidth, as if
-    nothing else took time. With --rpc it asks the workers, and tells what each of them holds and
-    reads, and what passes for a token.
+    downloaded. The speed-ups are limits, by a roofline of bytes: the weights that a token reads, of
+    experts only those in use, and K and V over the measured memory bandwidth, as if nothing else
+    took time. With --rpc it asks the workers, and tells what each of them holds and reads, and what
+    passes for a token.
     """
     from pyorch import engine
     from pyorch.models.content import card_of
@@ -99,14 +109,17 @@ def command(
     if elsewhere.workers:
         away = elsewhere.n_gpu_layers
         apart = cluster(elsewhere, away, file, geo, spec, n_pos, types, found.bandwidth)
+    expected = expectation(geo, layers, contexts)
     if as_json:
         several = apart.json() if apart else {}
-        print_json({**found.json(), "lengths": [asdict(x) for x in contexts], **several})
+        many = {"lengths": [asdict(x) for x in contexts], "expectation": expected}
+        print_json({**found.json(), **many, **several})
     else:
         _print(found)
         if apart:
             show_cluster(apart)
         show(contexts, free)
+        print(f"\n{fill(expected, 90, initial_indent='  ', subsequent_indent='  ')}")
 
 
 def _from_card(name: str) -> Geometry | None:
@@ -194,11 +207,13 @@ class Prediction:
             "top_p": self.spec.top_p,
             "cap": self.spec.cap,
             "layers": [self._layer(c) for c in self.layers],
+            "layer_kinds": layer_kinds(self.geo),
             "attention_bytes_per_token_dense": self.dense,
             "attention_bytes_per_token": self.read,
             "counted_bytes_per_token_dense": self.counted[1],
             "counted_bytes_per_token": self.counted[0],
             "weight_bytes_per_token": self.geo.weight_bytes_per_token,
+            "attention_share_dense": self.dense / (self.dense + self.geo.weight_bytes_per_token),
             "cache_types": [t.name for t in self.types],
             "kv_memory": whole,
             "kv_memory_windows_cut": cut,
@@ -224,6 +239,7 @@ def _print(p: Prediction) -> None:
     geo = p.geo
     heads = f"{max(geo.n_head)} heads, {max(geo.n_head_kv)} for K and V, of {geo.head_dim_k}"
     print(f"{geo.name} ({geo.arch}): {geo.n_layer} layers, {heads}")
+    print(f"of these layers {kinds_text(geo)}")
     types = "/".join(dict.fromkeys(t.name for t in p.types))
     print(f"attention {p.spec} at {p.n_pos} positions, {types} cache\n")
     _print_layers(p)
@@ -236,7 +252,9 @@ def _print(p: Prediction) -> None:
         rest = human_bytes(p.dense - of)
         print(f"    full layers               {_share(ours, of)}: what /stats and records count")
         print(f"    layers with a window      {rest}, by llama.cpp's own attention")
-    print(f"  weights, bytes per token    {human_bytes(geo.weight_bytes_per_token)}")
+    weights = geo.weight_bytes_per_token
+    share = 100 * weights / (weights + p.dense)
+    print(f"  weights, bytes per token    {human_bytes(weights)}  ({share:.0f} % of a dense token)")
     _print_memory(p)
     attention, token = p.speedups
     print(
@@ -252,17 +270,20 @@ def _print(p: Prediction) -> None:
 
 def _print_layers(p: Prediction) -> None:
     print(
-        f"  {'layers':<9}{'rank':>6}{'topk':>8}{'local':>8}{'sinks':>7}{'mean_v':>8}"
+        f"  {'layers':<11}{'rank':>6}{'topk':>8}{'local':>8}{'sinks':>7}{'mean_v':>8}"
         f"{'dense':>11}{'read':>11}"
     )
-    for first, c in _runs(p.layers):
+    for run in _runs(p.layers):
+        c, first = run[-1], run[0].il
         name = f"{c.il}" if first == c.il else f"{first}-{c.il}"
+        if len(run) < c.il - first + 1:
+            name = f"{len(run)} of {name}"
         s, sizes = c.split, f"{human_bytes(c.bytes_dense):>11}{human_bytes(c.bytes_read):>11}"
         if s.dense:
-            print(f"  {name:<9}exact dense: {s.reason:<24}{sizes}")
+            print(f"  {name:<11}exact dense: {s.reason:<24}{sizes}")
         else:
             mean_v = "on" if p.uses_mean_v(c) else "off"
-            print(f"  {name:<9}{s.rank:>6}{s.topk:>8}{s.local:>8}{s.sinks:>7}{mean_v:>8}{sizes}")
+            print(f"  {name:<11}{s.rank:>6}{s.topk:>8}{s.local:>8}{s.sinks:>7}{mean_v:>8}{sizes}")
 
 
 def _print_memory(p: Prediction) -> None:
@@ -282,12 +303,7 @@ def _share(part: float, whole: float) -> str:
     return f"{human_bytes(part)} of {human_bytes(whole)}  ({100 * part / whole:.1f} %)"
 
 
-def _runs(layers: Sequence[cost.LayerCost]) -> list[tuple[int, cost.LayerCost]]:
-    """Runs of layers with the same costs: the first layer's index, and the last layer's costs."""
-    out: list[tuple[int, cost.LayerCost]] = []
-    for c in layers:
-        if out and replace(out[-1][1], il=c.il) == c and out[-1][1].il == c.il - 1:
-            out[-1] = (out[-1][0], c)
-        else:
-            out.append((c.il, c))
-    return out
+def _runs(layers: Sequence[cost.LayerCost]) -> list[list[cost.LayerCost]]:
+    """Runs of layers with the same costs; layers without a cache may stand between them."""
+    same = groupby(layers, lambda c: replace(c, il=0))
+    return [list(run) for _, run in same]

@@ -76,7 +76,7 @@ def command(
 
     text, spec = _prompt(prompt, file), attention.spec()
     if len(documents) > 1:
-        raise SparqError("two documents, but one text to continue", "one --document", 2)
+        raise SparqError("generate takes one --document", "leave out the others", 2)
     found = [document_file.load(document_file.find(name)) for name in documents]
     if not any(d.form == "chat" for d in found):
         chosen.check_unused("the text is used as it is")
@@ -98,7 +98,7 @@ def _after(
         return session.tokens + inner(session.model, text, parse_special=True), []
     template, reading = chosen.template(session), engine.reading_of(document)
     if not open_document(session, document, template, reading.messages("a")):
-        note("hint: give the chat template of then, or sparq-cpp read it again", "yellow")
+        note("hint: use the chat template that it was read with, or read it again", "yellow")
     return template.tokens(reading.messages(text)), template.stop
 
 
@@ -156,10 +156,7 @@ def _prompt(text: str | None, file: str | None) -> str:
     elif file == "-":
         prompt = decoded(streams.stdin().read(), "stdin")
     else:
-        try:
-            prompt = read_text(Path(file))
-        except OSError as e:
-            raise SparqError(f"{file}: {e.strerror or e}", "-f takes a text file, or -") from None
+        prompt = read_text(Path(file))
     if not prompt:
         raise SparqError("the prompt is empty", "give at least one character", exit_code=2)
     return prompt

@@ -13,6 +13,14 @@ from pyorch.models.geometry import Geometry
 from pyorch.text import human_bytes, human_time
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
+COMMON = LENGTHS[:3]  # of which `expectation` speaks
+LITTLE = 1.2  # times as fast: less is called little
+KINDS = {
+    "full": "read every position",
+    "window": "have a window",
+    "recurrent": "are recurrent",
+    "other": "keep no state",  # a feed-forward block alone, or layers that only predict
+}
 _SIDE = 1536  # of the matrices that are multiplied
 _TIMES = 5
 
@@ -22,7 +30,8 @@ class Length:
     """A context: its memory, and the times that it takes.
 
     memory is that of weights, K, V and the transposed K in bytes; read_s the time to read a text
-    of that length; token_s that of a decoded token after it, token_s_dense with all of K and V.
+    of that length; token_s that of a decoded token after it, token_s_dense with all of K and V, of
+    whose bytes attention_share are K and V and the others weights; speedup is their quotient.
     """
 
     positions: int
@@ -32,6 +41,37 @@ class Length:
     read_s: float
     token_s: float
     token_s_dense: float
+    attention_share: float
+    speedup: float
+
+
+def layer_kinds(geo: Geometry) -> dict[str, int]:
+    """The number of layers of each kind, by the names of `KINDS`."""
+    window = sum(geo.windows.of(il) > 0 for il in geo.kv_layers)
+    full = len(geo.kv_layers) - window
+    other = geo.n_layer - len(geo.kv_layers) - geo.n_recurrent
+    return {"full": full, "window": window, "recurrent": geo.n_recurrent, "other": other}
+
+
+def kinds_text(geo: Geometry) -> str:
+    """What kinds of layers there are, for people."""
+    counts = {kind: n for kind, n in layer_kinds(geo).items() if n}
+    if len(counts) == 1:
+        return f"all {KINDS[next(iter(counts))]}"
+    return ", ".join(f"{n} {KINDS[kind]}" for kind, n in counts.items())
+
+
+def token_bytes(
+    geo: Geometry, spec: AttentionSpec, n_pos: int, k_bytes: float = 2, v_bytes: float = 2
+) -> tuple[int, int, int]:
+    """The bytes that a decoded token reads: of weights, of all K and V, and of those with `spec`.
+
+    Args:
+        k_bytes, v_bytes: those of an element.
+    """
+    layers = cost.layer_costs(geo, spec, n_pos, k_bytes, v_bytes)
+    dense, read = sum(c.bytes_dense for c in layers), sum(c.bytes_read for c in layers)
+    return geo.weight_bytes_per_token, dense, read
 
 
 def lengths(
@@ -50,19 +90,44 @@ def lengths(
         free: bytes of memory that are available.
     """
     for n in LENGTHS:
-        layers = cost.layer_costs(geo, spec, n, *(t.bytes_per_element for t in types))
+        weights, dense, read = token_bytes(geo, spec, n, *(t.bytes_per_element for t in types))
         memory = geo.weight_bytes + cost.cache_bytes(geo, n, *types)
         memory += cost.shadow_bytes(geo, n, spec)
-        read, dense = (sum(getattr(c, f"bytes_{x}") for c in layers) for x in ("read", "dense"))
         yield Length(
             n,
             memory,
             memory <= free,
             0 < geo.n_ctx_train < n,
             prompt_operations(geo, n) / rate,
-            (read + geo.weight_bytes_per_token) / bandwidth,
-            (dense + geo.weight_bytes_per_token) / bandwidth,
+            (weights + read) / bandwidth,
+            (weights + dense) / bandwidth,
+            dense / (weights + dense),
+            (weights + dense) / (weights + read),
         )
+
+
+def expectation(geo: Geometry, layers: Sequence[cost.LayerCost], found: Sequence[Length]) -> str:
+    """The speed-up to expect of a token, in plain words.
+
+    Args:
+        layers: their costs at the length that was asked for.
+        found: the lengths; `COMMON` ones that the model was trained for are named.
+    """
+    short = [x for x in found if x.positions in COMMON and not x.beyond_training] or found[:1]
+    n_full, n_layer = layer_kinds(geo)["full"], geo.n_layer
+    if all(x.speedup == 1 for x in short):
+        why = ", ".join(dict.fromkeys(c.split.reason for c in layers if not geo.windows.of(c.il)))
+        return f"No speed-up: no layer is sparse ({why or 'all have a window'})."
+    at = (f"{x.speedup:.2f}x at {x.positions}" for x in short)
+    said = f"Speed-up of a token, at most: {', '.join(at)} positions."
+    if little := [x for x in short if x.speedup < LITTLE]:
+        most = 100 * max(x.attention_share for x in little)
+        where = "" if len(little) == len(short) else f" up to {little[-1].positions}"
+        said += f" That is little{where}: K and V are at most {most:.0f} % of what a token reads"
+        if n_full < n_layer:
+            said += f", as only {n_full} of {n_layer} layers read every position"
+        said += "."
+    return said
 
 
 def prompt_operations(geo: Geometry, n: int) -> float:
@@ -98,12 +163,18 @@ def product_rate() -> float:
 def show(found: Sequence[Length], free: int) -> None:
     """Print them as a table."""
     print(f"\n  lengths, with {human_bytes(free)} of memory free")
-    print(f"  {'positions':>11}{'memory':>11}{'reading':>18}{'token':>12}{'dense':>12}")
+    print(
+        f"  {'positions':>9}{'memory':>10}{'reading':>19}{'dense':>12}{'K and V':>9}{'token':>12}"
+        f"{'speed-up':>10}"
+    )
     for x in found:
         token, dense = (f"{1000 * s:.1f} ms" for s in (x.token_s, x.token_s_dense))
-        row = f"  {x.positions:>11}{human_bytes(x.memory):>11}"
-        row += f"{'about ' + human_time(x.read_s):>18}{token:>12}{dense:>12}"
+        row = f"  {x.positions:>9}{human_bytes(x.memory):>10}{'about ' + human_time(x.read_s):>19}"
+        row += f"{dense:>12}{100 * x.attention_share:>7.0f} %{token:>12}{x.speedup:>9.2f}x"
         why = [] if x.fits else ["does not fit"]
         why += ["beyond the training"] * x.beyond_training
         print(f"{row}  {', '.join(why)}".rstrip())
-    print("  (limits: the bytes of a token, and the products of a text)")
+    print(
+        "  (limits, by a roofline of bytes: a token takes what it reads of weights, K and V over\n"
+        "  the bandwidth, and K and V are that share of a dense one; a text takes its products)"
+    )

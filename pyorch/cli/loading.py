@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pyorch.engine import Document, Placement, Session, SessionOptions
     from pyorch.engine.chat_template import ChatTemplate
     from pyorch.engine.settings import Settings
-    from pyorch.models.pull import Model
 
 
 REPLY_ROOM = 4096  # positions of a conversation after a document
@@ -61,14 +60,7 @@ def model_path(name: str, yes: bool = False, before: Callable[[], None] | None =
     )
     if yes and n_bytes:
         note(f"downloading {what}")
-    return fetch_model(model).path
-
-
-def fetch_model(model: Model) -> Model:
-    """Download and check a model, with bars on a terminal only."""
-    from pyorch.models import pull
-
-    return pull.bring(model, note)
+    return pull.fetch(model, note).path
 
 
 def find_model(name: str, yes: bool, tools: tuple[str, ...] = ()) -> GGUFFile:
@@ -281,7 +273,8 @@ def open_session(
     options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
     file, settings = prepare(model.model, model.yes, options, documents=documents)
     note_if_weights_exceed(file, settings, load)
-    if attention is None and (card := _card(model.model, file.path)):
+    card = _card(model.model, file.path) if attention is None else None
+    if card and cards.load(card).settings:
         note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
     with progress_bar("loading the model") as progress:
         session = engine.load(file, progress=progress, **placement(load), **options)

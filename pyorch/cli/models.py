@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import click
 
+from pyorch.attention.spec import parse_spec
+from pyorch.cli.lengths import COMMON, kinds_text, token_bytes
 from pyorch.cli.loading import first_ratio
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import confirm, note, print_json
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.models import cards
+from pyorch.table import columns
 from pyorch.text import human_bytes
 
 
@@ -45,8 +50,9 @@ def list_command(as_json: bool) -> None:
         print_json(result)
         return
     width = max(len(c.name) for c in known) + 2
+    arch = max(len(c.architecture) for c in known) + 1
     print(
-        f"{'name':<{width}}{'architecture':<14}{'file':>9}{'context':>9}  {'K and V':<9}"
+        f"{'name':<{width}}{'architecture':<{arch}}{'file':>9}{'context':>9}  {'K and V':<9}"
         f"{'settings':<17}here"
     )
     for c in known:
@@ -54,9 +60,9 @@ def list_command(as_json: bool) -> None:
         size = human_bytes(files[0].n_bytes) if files else "~" + human_bytes(c.file_bytes)
         mine = sum(m.n_bytes for m in here if m.repo == c.source)
         found = human_bytes(mine) if mine else "-" if c.source else "to convert"
-        rest = f"{human_bytes(c.kv_bytes):<9}{c.settings:<17}{found}"
+        rest = f"{human_bytes(c.kv_bytes):<9}{c.settings or 'stays dense':<17}{found}"
         rest = rest if c.loads else "llama.cpp does not load it"
-        print(f"{c.name:<{width}}{c.architecture:<14}{size:>9}{c.n_ctx:>9}  {rest}")
+        print(f"{c.name:<{width}}{c.architecture:<{arch}}{size:>9}{c.n_ctx:>9}  {rest}")
     others = [m for m in here if m.repo not in {c.source for c in known}]
     if others:
         print("\nalso here")
@@ -74,12 +80,41 @@ def list_command(as_json: bool) -> None:
     )
 
 
+@command.command("table")
+def table_command() -> None:
+    """Print the known models that llama.cpp loads as Markdown, with the speed-ups to expect."""
+    known = (card for card in map(cards.load, cards.names()) if card.loads)
+    print(columns(_COLUMNS, known, left=("model", "of these layers")))
+
+
+def _expected(c: cards.Card, n_pos: int) -> str:
+    """The share of K and V in what a dense token reads, and the speed-up to expect."""
+    if c.latent or n_pos > c.n_ctx:
+        return "dense" if c.latent else "-"
+    weights, dense, read = token_bytes(c.geometry, parse_spec(c.settings), n_pos)
+    return f"{100 * dense / (weights + dense):.0f} %, {(weights + dense) / (weights + read):.2f}x"
+
+
+def _kinds(c: cards.Card) -> str:
+    return "all have latent attention and stay dense" if c.latent else kinds_text(c.geometry)
+
+
+_COLUMNS: dict[str, Callable[[cards.Card], object]] = {
+    "model": lambda c: f"`{c.name}`",
+    "parameters": lambda c: f"{c.n_params / 1e9:.3g} B",
+    "layers": lambda c: c.n_layer,
+    "of these layers": _kinds,
+    "ratio": lambda c: c.settings.removeprefix("sparq,ratio=") or "-",
+    **{f"{n:,}": partial(_expected, n_pos=n) for n in COMMON},
+}
+
+
 @command.command("show")
 @click.argument("name", type=File(), metavar="NAME|FILE")
 def show_command(name: str) -> None:
     """Show everything that is known about the model NAME, or about a FILE if its content is known.
 
-    Evidence is from papers, with their split of the ratio, unless it names docs/evals.md.
+    Evidence is from papers, with their split of the ratio, unless it names docs/quality.md.
     """
     c = _of_file(Path(name)) if Path(name).is_file() else cards.load(name)
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"
@@ -96,7 +131,9 @@ def show_command(name: str) -> None:
         "architecture": c.architecture + ("" if c.loads else ", which llama.cpp does not load"),
         "note": c.note,
         "parameters": f"{c.n_params / 1e9:.2f} B",
+        "geometry": c.read_from,
         "layers": f"{c.n_layer}, width {c.n_embd}, feed-forward {c.n_ff}{experts}",
+        "of these": _kinds(c),
         "heads": f"{c.n_head}, {c.n_head_kv} for K and V, of {c.head_dim}",
         "positions": f"{c.positions}, {c.n_ctx}",
         "vocabulary": str(c.n_vocab),
@@ -109,7 +146,8 @@ def show_command(name: str) -> None:
         if value:
             print(f"  {key:<14}{value}")
     if c.source:
-        print(f"  {'try':<14}sparq-cpp chat --model {name} --ratio {first_ratio(c.name)}")
+        ratio = f" --ratio {first_ratio(c.name)}" if c.settings else ""
+        print(f"  {'try':<14}sparq-cpp chat --model {name}{ratio}")
 
 
 def _known(file: cards.File) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli.loading import fetch_model, first_ratio
+from pyorch.cli.loading import first_ratio
 from pyorch.cli.terminal import note
 from pyorch.cli.types import File
 
@@ -34,11 +34,11 @@ def command(spec: str) -> None:
         return
     model = pull.find(wanted, note)
     if missing := model.missing_bytes:
-        n, here = len(model.files), sum(f.n_here for f in model.files)
+        n, here = len(model.files), sum(f.n_cached for f in model.files)
         what = model.files[0].name + (f" and {n - 1} more" if n > 1 else "")
         rest = f", {human_bytes(here)} of it are here" if here else ""
         note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
-    print(fetch_model(model).path)
+    print(pull.fetch(model, note).path)
     if sys.stderr.isatty():
         ratio = first_ratio(wanted.card) if wanted.card else "1/8"
         note(f"next: sparq-cpp chat -m {spec} --ratio {ratio}", "dim")

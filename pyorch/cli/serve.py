@@ -38,7 +38,6 @@ from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import available_memory, weight_bytes
-from pyorch.native import web_page
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -158,8 +157,8 @@ def command(
     if not (ipaddress.ip_address(address.partition("%")[0]).is_loopback or keys):
         if not server.insecure:
             raise SparqError(
-                f"--host {server.host} lets other machines in, and no key is asked for",
-                "--api-key-file FILE asks for one; --insecure lets everybody in",
+                f"--host {server.host} would let other machines in without a key",
+                "--api-key-file FILE requires one; --insecure does without",
                 exit_code=2,
             )
         note("note: whoever reaches this address can use it", "yellow")
@@ -329,13 +328,12 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             slots = f" in each of {n} slots" if n > 1 else ""
             note(f"{shown(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             url = f"[{served.address}]" if ":" in served.address else served.address
-            page = ", and its web page at /" if (program.parent / web_page.NAME).is_file() else ""
             if served.documents:
                 n_read = served_documents.n_usable(served.documents, host, served.port, served.keys)
                 note(f"documents: {n_read} tokens were read before")
-            note(f"http://{url}:{served.port}/v1 is ready{page}; Ctrl-C ends it")
+            note(f"http://{url}:{served.port}/v1 is ready; Ctrl-C ends it")
             child.wait_end()
-    if child.was_late:
+    if child.was_killed:
         note(f"note: {PROGRAM} did not end in {supervise.GRACE_S:.0f} s, and was killed", "yellow")
     account.say(spec)
     if served.documents and account.tokens:

@@ -63,7 +63,7 @@ def n_usable(documents: Sequence[Document], host: str, port: int, keys: Path | N
             why = ""
         if why:
             note(f"note: {document.name}: only {why}; each prompt reads the rest", "yellow")
-            again = "give the chat template of then, or sparq-cpp read it again"
+            again = "use the chat template that it was read with, or read it again"
             note(f"hint: {again}; docs/serving.md has the reasons", "yellow")
         else:
             total += document.n_tokens

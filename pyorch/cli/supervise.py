@@ -59,7 +59,7 @@ class Child:
     ) -> None:
         """on_line: called with each line of the server's log, from another thread."""
         self.name = Path(argv[0]).name
-        self.was_asked = self.was_late = False  # asked to end; killed because it did not
+        self.was_stopped = self.was_killed = False  # asked to end; killed because it did not
         self._argv, self._env, self._on_line, self._show = argv, env, on_line, show_log
         self._ready = False
         self._log: deque[str] = deque(maxlen=KEPT_LINES)
@@ -91,7 +91,7 @@ class Child:
             self._give_back_signals()
             raise
         self._reader.start()
-        if self.was_asked:  # while it was started
+        if self.was_stopped:  # while it was started
             self._process.terminate()
         return self
 
@@ -119,7 +119,7 @@ class Child:
         with spinner(doing) as turn:
             self._ready = children.wait_until(
                 self.process,
-                lambda: not self.was_asked and answers(),
+                lambda: not self.was_stopped and answers(),
                 turn=(lambda: None) if self._show else turn,
             )
         if not self._ready:
@@ -134,16 +134,16 @@ class Child:
             Exception: what `on_line` raised, if it did.
         """
         self._wait()
-        if not self.was_asked:
+        if not self.was_stopped:
             raise self._death()
         if self._fault is not None:
             raise self._fault
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.was_asked:
+        if self.was_stopped:
             self._kill()
             return
-        self.was_asked = True
+        self.was_stopped = True
         if self._process is not None:
             self._process.terminate()
         timer = threading.Timer(GRACE_S, self._kill)
@@ -152,7 +152,7 @@ class Child:
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            self.was_late = True
+            self.was_killed = True
             self._process.kill()
 
     def _give_back_signals(self) -> None:

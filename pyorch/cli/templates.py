@@ -37,7 +37,7 @@ class JsonObject(click.ParamType):
             found = None
         if not isinstance(found, dict):
             raise SparqError(
-                f"--chat-template-kwargs {value!r} is no object in JSON",
+                f"--chat-template-kwargs {value!r} is not a JSON object",
                 """--chat-template-kwargs '{"enable_thinking": false}'""",
                 exit_code=2,
             )

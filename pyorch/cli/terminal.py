@@ -49,17 +49,7 @@ def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def print_json(value: object) -> None:
-    """Print one JSON object on stdout."""
-    print(json_text(value, getattr(sys.stdout, "encoding", None) or "utf-8"))
-
-
-def json_text(value: object, encoding: str = "utf-8") -> str:
-    """JSON with letters as they are, or as escapes if `encoding` lacks some of them: a name whose
-    bytes are not UTF-8 has no other form, and with ? in it would be another name."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = json.dumps(value, indent=2)
-    return text
+def print_json(value: object, indent: int | None = 2) -> None:
+    """Print one JSON object on stdout: in ASCII, which every stream takes, and in which a name that
+    is not UTF-8 stays what it is."""
+    print(json.dumps(value, indent=indent), flush=True)

@@ -121,7 +121,7 @@ class Size(click.ParamType):
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
         n = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
         if n < 1:
-            raise SparqError(f"{_shown(param)} {value!r} is no size", "512M or 2G", exit_code=2)
+            raise SparqError(f"{_shown(param)} {value!r} is not a size", "512M or 2G", exit_code=2)
         return n
 
 

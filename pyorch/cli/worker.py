@@ -91,7 +91,7 @@ def _check(wanted: WorkerOptions) -> None:
     reach = machines.reach(wanted.host)
     if reach == "public" and not wanted.insecure:
         raise SparqError(
-            f"--host {wanted.host} lets everybody in: nobody is asked for a key",
+            f"--host {wanted.host} would be open to everybody: workers ask for no key",
             "listen on 127.0.0.1, and let the other machine come through "
             f"ssh -N -L {wanted.port}:127.0.0.1:{wanted.port} THIS_MACHINE; or --insecure",
             exit_code=2,

@@ -121,7 +121,7 @@ class Library:
         if n_gpu_layers and not self.has_gpu:
             raise SparqError(
                 f"{n_gpu_layers} layers cannot go to a GPU: this library has none",
-                "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda",
+                "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda native",
                 exit_code=2,
             )
         if tensor_split and not self.has_gpu:

@@ -28,7 +28,7 @@ HUB = {
 
 
 def rows(name: str, file: Path | None) -> list[Row]:
-    """All rows of a data set. In a JSON file they are a list, or a list under "data" or "Data".
+    """All rows of a data set. In a JSON file they are a list, or a list under "data".
 
     Raises:
         SparqError: the file has another format, or the download failed.
@@ -54,7 +54,7 @@ def _read(file: Path) -> list[Row]:
     except ValueError:
         return list(_lines(file, text))
     if isinstance(whole, dict):
-        whole = whole.get("data", whole.get("Data", [whole]))
+        whole = whole.get("data", [whole])
     if not isinstance(whole, list) or not all(isinstance(r, dict) for r in whole):
         raise SparqError(f"{file}: not a list of rows", "--data takes JSON, JSON lines or parquet")
     return whole
@@ -107,7 +107,7 @@ def _download(name: str) -> list[Path]:
         found = pull.find_files(pull.Spec(repo, kind="dataset"), (pattern,), say)
         if not found.complete:
             say(f"{repo}: {human_bytes(found.missing_bytes)} to download")
-        found = pull.bring(found, say)
+        found = pull.fetch(found, say)
     except SparqError as e:
         own = f"--data FILE: the {name} data as JSON, JSON lines or parquet"
         raise SparqError(e.message, "; or ".join([e.hint] * bool(e.hint) + [own])) from None

@@ -68,7 +68,7 @@ def draw(found: Sequence[Series], out: Path) -> list[Path]:
         about = f"{head.model}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
         about += table.about_missing([r for g in groups for r in table.rows(g)])
         about += table.about_old(found)
-        pictures.write(picture, rows, name, {"Title": title, "Description": about}, out, False)
+        pictures.write(picture, rows, name, {"Title": title, "Description": about}, out)
         files.append(out / f"{name}.svg")
     return files
 

@@ -21,7 +21,7 @@ from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals import find, tasks
 from pyorch.models import cards
-from pyorch.policies import Method, is_sparse, parse
+from pyorch.policies import Method, is_sparse, recorded
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def read(file: Path) -> list[Series]:
     made = {}
     for of, found in lines.items():
         recs = [found[i] for i in sorted(found)]
-        made[of] = make(headers[of[0]], parse(recs[0]["method"]), recs, asked.get(of))
+        made[of] = make(headers[of[0]], recorded(recs[0]["method"]), recs, asked.get(of))
     return list((packed | made).values())
 
 
@@ -260,7 +260,7 @@ def _unpack(header: Record, rec: Record) -> Series:
         case=header["case"],
         env=header["env"],
         version=header.get("version", 0),
-        method=parse(rec["method"]),
+        method=recorded(rec["method"]),
         numbers=np.arange(len(scores)),
         asked=len(scores),
         scores=scores,

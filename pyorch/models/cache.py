@@ -89,7 +89,7 @@ def models(say: Say = silent) -> list[CachedModel]:
             n_bytes = sum({f.blob_path: f.size_on_disk for f in files}.values())
             entries = tuple(f.file_path for f in files)
             found.append(CachedModel(repo.repo_id, name, n_bytes, entries, name in complete))
-    for package, got in wheel.here().items():
+    for package, got in wheel.cached().items():
         assert got.path is not None
         found.append(CachedModel(package, got.name, got.path.stat().st_size, (got.path,)))
     return found
@@ -118,28 +118,26 @@ def remove(folder: Path, entries: Iterable[Path], parts: Iterable[Path] = ()) ->
         The number of bytes freed.
 
     Raises:
-        SparqError: a file cannot be removed, or lies outside the folder.
+        SparqError: the folder is a link.
+        OSError: a file cannot be removed.
     """
     for link in (folder, folder / "snapshots", folder / "blobs"):
         if link.is_symlink():
             raise SparqError(f"{link} is a link: what it leads to stays", "remove it there")
     freed = 0
-    try:
-        for entry in entries:
-            blob = _blob(folder, entry)
-            if blob is None and not entry.is_symlink():  # a file system without links
-                freed += entry.stat().st_size
-            entry.unlink()
-            if blob and not _entries_of(folder, blob):
-                freed += _remove_blob(folder, blob)
-        for part in parts:
-            freed += part.lstat().st_size
-            part.unlink()
-        left = [p for f in ("snapshots", "blobs") for p in (folder / f).rglob("*")]
-        if not any(p.is_file() or p.is_symlink() for p in left):
-            shutil.rmtree(folder)
-    except OSError as e:
-        raise SparqError(f"{e.filename or folder}: {e.strerror or e}") from None
+    for entry in entries:
+        blob = _blob(folder, entry)
+        if blob is None and not entry.is_symlink():  # a file system without links
+            freed += entry.stat().st_size
+        entry.unlink()
+        if blob and not _entries_of(folder, blob):
+            freed += _remove_blob(folder, blob)
+    for part in parts:
+        freed += part.lstat().st_size
+        part.unlink()
+    left = [p for f in ("snapshots", "blobs") for p in (folder / f).rglob("*")]
+    if not any(p.is_file() or p.is_symlink() for p in left):
+        shutil.rmtree(folder)
     return freed
 
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from pyorch import paths
-from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.cards import Card
 from pyorch.models.gguf_file import GGUFFile, read_gguf
@@ -21,16 +20,13 @@ def file_hash(*files: Path) -> str:
     """A hash of 16 digits of the content of a file, or of several files as if they were one.
 
     Raises:
-        SparqError: one of them cannot be read.
+        OSError: one of them cannot be read.
     """
     digest = hashlib.sha256()
     for path in files:
-        try:
-            with path.open("rb") as f:
-                while piece := f.read(1 << 20):
-                    digest.update(piece)
-        except OSError as e:
-            raise SparqError(f"{path}: {e.strerror or e}") from None
+        with path.open("rb") as f:
+            while piece := f.read(1 << 20):
+                digest.update(piece)
     return digest.hexdigest()[:16]
 
 
@@ -40,7 +36,8 @@ def content_hash(model: Path | GGUFFile) -> str:
     change.
 
     Raises:
-        SparqError: a part is not a GGUF file or cannot be read.
+        SparqError: a part is not a GGUF file.
+        OSError: a part cannot be read.
     """
     return _remembered((read_gguf(model) if isinstance(model, Path) else model).parts)
 
@@ -50,7 +47,7 @@ def card_of(model: Path) -> Card | None:
     it is read only if a card knows one of its size, and then once, as for `content_hash`.
 
     Raises:
-        SparqError: it cannot be read.
+        OSError: it cannot be read.
     """
     return cards.of_file(model.stat().st_size, lambda: _remembered([model]))
 

@@ -57,9 +57,10 @@ def read_checkpoint(folder: Path, name: str = "") -> Checkpoint:
 
     Raises:
         SparqError: something is missing or damaged; the hint says what to do.
+        OSError: a file cannot be read.
     """
     if not folder.is_dir():
-        what = "a file" if folder.exists() else "no such folder"
+        what = "not a folder" if folder.exists() else "no such folder"
         raise SparqError(
             f"{folder}: {what}",
             "it takes a folder with config.json and safetensors, or hf:org/repo",
@@ -111,14 +112,12 @@ def _names(config: dict[str, Any]) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if file.stat().st_size > _MAX_CONFIG:
+        raise SparqError(
+            f"{file}: {human_bytes(file.stat().st_size)} is too large for such a file", _AGAIN
+        )
     try:
-        if file.stat().st_size > _MAX_CONFIG:
-            raise SparqError(
-                f"{file}: {human_bytes(file.stat().st_size)} is too large for such a file", _AGAIN
-            )
         value = json.loads(file.read_bytes())
-    except OSError as e:
-        raise SparqError(f"{file}: {e.strerror or e}") from None
     except (ValueError, RecursionError) as e:
         raise SparqError(f"{file}: not JSON: {e}", _AGAIN) from None
     if not isinstance(value, dict):
@@ -163,15 +162,13 @@ def _read_header(shard: Path) -> dict[str, int]:
     """Tensor -> number of elements, of one safetensors file whose header fits its size."""
     from safetensors import SafetensorError, safe_open
 
+    with shard.open("rb") as f:
+        if f.read(40).startswith(b"version https://git-lfs"):
+            raise SparqError(f"{shard}: a pointer of git-lfs, not the file", "git lfs pull")
     try:
-        with shard.open("rb") as f:
-            if f.read(40).startswith(b"version https://git-lfs"):
-                raise SparqError(f"{shard}: a pointer of git-lfs, not the file", "git lfs pull")
         with safe_open(shard, framework="numpy") as file:
             names = file.keys()
             return {name: math.prod(file.get_slice(name).get_shape()) for name in names}
-    except OSError as e:
-        raise SparqError(f"{shard}: {e.strerror or e}") from None
     except SafetensorError as e:
         reason = str(e).removeprefix("Error while deserializing header: ")
         size = shard.stat().st_size

@@ -13,6 +13,7 @@ from pyorch.models.layers import Windows
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS, beyond which llama.cpp ends the process
 MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
+_RECURRENCES = ("ssm_", "shortconv", "time_mix")  # how names of their tensors begin
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Geometry:
     head_dims_window: tuple[int, int] | None = None  # of layers with a window, if they differ
     n_output: int = 0  # weights of the output matrix, which a prompt needs for its last token only
     n_own_cache: int = MAX_LAYERS  # layers with a KV cache of their own; the others share these
+    n_recurrent: int = 0  # layers with a recurrent state instead of a KV cache
 
     @property
     def kv_layers(self) -> list[int]:
@@ -87,13 +89,14 @@ def geometry(file: GGUFFile) -> Geometry:
     keys = {k.removeprefix(f"{arch}."): v for k, v in m.items() if k.startswith(f"{arch}.")}
     n_trunk = n_layer - min(number("nextn_predict_layers", 0), n_layer)
     no_cache = [*layers.recurrent(arch, n_trunk, keys), *[True] * (n_layer - n_trunk)]
+    n_head_kv = tuple(0 if no else n for n, no in zip(n_head_kv, no_cache, strict=True))
     geo = Geometry(
         arch=arch,
         name=_printable(m.get("general.name", file.path.stem)),
         n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_head,
-        n_head_kv=tuple(0 if no else n for n, no in zip(n_head_kv, no_cache, strict=True)),
+        n_head_kv=n_head_kv,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
         n_ctx_train=number("context_length"),
@@ -109,6 +112,7 @@ def geometry(file: GGUFFile) -> Geometry:
         ),
         n_output=_n_output(file),
         n_own_cache=layers.n_own_cache(arch, n_layer, keys),
+        n_recurrent=_n_recurrent(file, n_head_kv, no_cache[:n_trunk]),
     )
     check_loadable(file, geo, n_expert)
     return geo
@@ -134,6 +138,16 @@ def _per_layer(
     return values[:n_layer]
 
 
+def _n_recurrent(file: GGUFFile, n_head_kv: tuple[int, ...], listed: list[bool]) -> int:
+    """The layers without a KV cache that are listed, or that have weights of a recurrence: those of
+    state-space models and delta rules, of short convolutions, or of RWKV."""
+    names = (t.name.split(".") for t in file.tensors)
+    blocks = ((part[1], part[2]) for part in names if part[0] == "blk" and len(part) > 2)
+    found = {int(il) for il, what in blocks if il.isdecimal() and what.startswith(_RECURRENCES)}
+    found |= {il for il, it_is in enumerate(listed) if it_is}
+    return sum(il in found for il, n in enumerate(n_head_kv) if n == 0)
+
+
 def _n_output(file: GGUFFile) -> int:
     """The weights of the output matrix, which may be the embeddings."""
     sizes = {t.name: math.prod(t.shape) for t in file.tensors}
@@ -151,7 +165,9 @@ def layer_weights(file: GGUFFile, n_layer: int, used: bool = True) -> list[int]:
         used: False: those of all experts, as memory holds them.
 
     All tensors count, except that only the experts in use count of expert tensors (`_exps`), and
-    that an embedding table counts only if it is also the output matrix: otherwise one row is read.
+    that an embedding table counts only if it is also the output matrix: otherwise one row is read,
+    as it is of the embeddings for each layer that some models have. Layers that only predict
+    further tokens read nothing.
     """
     arch, m = file.arch, file.metadata
     tied = not any(t.name == "output.weight" for t in file.tensors)
@@ -161,11 +177,15 @@ def layer_weights(file: GGUFFile, n_layer: int, used: bool = True) -> list[int]:
         if used and isinstance(n_used, int) and isinstance(n_expert, int) and n_expert
         else 1
     )
+    n_trunk = m.get(f"{arch}.block_count", 0) - m.get(f"{arch}.nextn_predict_layers", 0)
     total = [0.0] * (n_layer + 1)
     for t in file.tensors:
-        if t.name == "token_embd.weight" and not tied:
+        if t.name == "per_layer_token_embd.weight" or (t.name == "token_embd.weight" and not tied):
             continue
         part = t.name.split(".")
-        il = int(part[1]) if part[0] == "blk" and part[1].isdecimal() else n_layer
-        total[min(il, n_layer)] += t.n_bytes * (share if "_exps." in t.name else 1)
+        il = int(part[1]) if part[0] == "blk" and part[1].isdecimal() else -1
+        if used and il >= n_trunk:
+            continue
+        read = t.n_bytes * (share if "_exps." in t.name else 1)
+        total[il if 0 <= il < n_layer else n_layer] += read
     return [int(x) for x in total]

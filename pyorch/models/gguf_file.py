@@ -178,11 +178,11 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         return first
     parts = [first, *_other_parts(first.path, n_split)]
     tensors = tuple(t for p in parts for t in p.tensors)
-    told = first.metadata.get("split.tensors.count", len(tensors))
-    if told != len(tensors) or len({t.name for t in tensors}) != len(tensors):
+    n_expected = first.metadata.get("split.tensors.count", len(tensors))
+    if n_expected != len(tensors) or len({t.name for t in tensors}) != len(tensors):
         raise SparqError(
-            f"{path}: its {n_split} parts do not belong together: {told!r:.80} tensors expected, "
-            f"{len({t.name for t in tensors})} of {len(tensors)} are different",
+            f"{path}: its {n_split} parts do not belong together: {n_expected!r:.80} tensors "
+            f"expected, {len({t.name for t in tensors})} of {len(tensors)} are different",
             hint="download all parts again, from one place",
         )
     for i, part in enumerate(parts):

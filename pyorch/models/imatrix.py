@@ -19,7 +19,8 @@ def read_imatrix(path: Path) -> Imatrix:
     `NAME.counts`, one count per expert), or the older format (means multiplied by the calls).
 
     Raises:
-        SparqError: the file is missing, or is not an importance matrix.
+        SparqError: it is not an importance matrix.
+        OSError: the file cannot be read.
     """
     import numpy as np
 
@@ -27,8 +28,6 @@ def read_imatrix(path: Path) -> Imatrix:
         with path.open("rb") as f:
             is_gguf = f.read(4) == MAGIC
         found = _imatrix_gguf(path) if is_gguf else _imatrix_old(path.read_bytes())
-    except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}") from None
     except (struct.error, ValueError, KeyError):
         found = {}
     if not found or not all(np.isfinite(v).all() and v.size for v in found.values()):

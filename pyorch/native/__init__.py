@@ -133,12 +133,12 @@ def waiting() -> dict[str, str]:
 
 
 # Set by our own programs: when they die by a signal, they say so. A library leaves signals alone.
-tells_of_death = False
+reports_crashes = False
 _HINT = children.HINT.encode()  # the library keeps its address
 _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in this process
 
 
-def _tell_of_death(folder: Path) -> None:
+def _report_crashes(folder: Path) -> None:
     """Have signals that kill reported, before anything else of the library is loaded."""
     suffix = "dylib" if sys.platform == "darwin" else "so"
     call = ctypes.CDLL(str(folder / f"libggml-base.{suffix}")).ggml_sparse_tell_of_death
@@ -169,8 +169,8 @@ def load(stock: bool = False) -> ModuleType:
     os.environ |= variables
     sys.path.insert(0, packages)
     try:
-        if tells_of_death and not stock:
-            _tell_of_death(Path(variables["LLAMA_CPP_LIB_PATH"]))
+        if reports_crashes and not stock:
+            _report_crashes(Path(variables["LLAMA_CPP_LIB_PATH"]))
         module = importlib.import_module("llama_cpp")
     except (OSError, RuntimeError, AttributeError) as error:
         for name in [n for n in sys.modules if n.split(".")[0] == "llama_cpp"]:

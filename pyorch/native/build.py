@@ -8,7 +8,6 @@ Below the cache root:
                              changed is compiled again. In it:
         src, ops, out        the patched source, a copy of ggml_ops/, what ninja makes
         off.json             the features that `out` is without because they failed, and how
-    web-page/<source>/       the page of llama-server, which every build of it then has
     lib/<stamp>/             a finished build: libraries, tools, stamp.json
     lock                     held while any of this is written
 
@@ -32,7 +31,7 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.native import cmake, cuda, patches, probe, smoke, source, web_page
+from pyorch.native import cmake, cuda, patches, probe, smoke, source
 from pyorch.native.cmake import TOOLS as TOOLS
 from pyorch.native.cmake import Options as Options
 from pyorch.progress import Say, progress_bar, say
@@ -147,7 +146,7 @@ def build(
     """Make sure that the library is built. Returns the folder that holds it.
 
     Args:
-        tools: programs of llama.cpp to build too, from `TOOLS`; and `web_page.NAME`.
+        tools: programs of llama.cpp to build too, from `TOOLS`.
         jobs: how many compilers run at once; by default one per core if there is enough memory.
         force: build again even if the result is there.
 
@@ -194,12 +193,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         chain = _without(chain, _read_off(tree))
         for thing, why in chain.found.off.items():
             note(f"{thing} is off: {why}")
-        if web_page.NAME in tools:
-            with progress_bar("making the web page", off_terminal=say) as progress:
-                web_page.make(tree, progress, note, lock)
         tools = tuple(sorted({t for t in TOOLS if t in tools or (target / t).is_file()}))
-        has_page = web_page.place(tree) and web_page.PROGRAM in tools
-        marks = (web_page.NAME,) if has_page else ()
         more = "s" if jobs > 1 else ""
         note(f"building {options.name}: {jobs} job{more}, log in {tree / 'build.log'}")
         started = time.monotonic()
@@ -209,7 +203,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
                 cmake.compile_tree(tree, options, tools, jobs, chain, progress, lock)
 
         chain = _that_works(tree, chain, compiled, note)
-        _publish(tree / "out" / "bin", target, tools, marks, _stamp(want, chain.found))
+        _publish(tree / "out" / "bin", target, tools, _stamp(want, chain.found))
         _prune()
     note(f"built {target} in {time.monotonic() - started:.0f} s")
     return target
@@ -367,18 +361,8 @@ def _sync_ops(into: Path, options: Options) -> None:
             copy.write_bytes(content)
 
 
-def _publish(
-    bin_dir: Path,
-    target: Path,
-    tools: tuple[str, ...],
-    marks: tuple[str, ...],
-    stamp: dict[str, Any],
-) -> None:
-    """Copy the result out of the work tree, to a name that appears only when all of it is there.
-
-    Args:
-        marks: empty files that say what else is in it.
-    """
+def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[str, Any]) -> None:
+    """Copy the result out of the work tree, to a name that appears only when all of it is there."""
     libraries = "lib" if tools else ("libllama.", "libggml")  # others may be left over
     names = {file.name for file in bin_dir.iterdir() if file.name.startswith(libraries)}
     partial = target.with_name(target.name + ".partial")
@@ -386,8 +370,6 @@ def _publish(
     partial.mkdir(parents=True)
     for name in sorted(names | set(tools)):
         shutil.copy2(bin_dir / name, partial / name, follow_symlinks=False)
-    for name in marks:
-        (partial / name).touch()
     (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
     if target.exists():  # more tools, or --force; programs keep the files they opened
         old = target.with_name(target.name + ".old.partial")
@@ -401,7 +383,7 @@ def _publish(
 
 def _sweep() -> None:
     """Delete what killed processes left half written. Only who holds the lock writes these."""
-    for left in ("sdist/.partial-*", f"{web_page.NAME}/*.partial", "lib/*.partial"):
+    for left in ("sdist/.partial-*", "lib/*.partial"):
         for folder in paths.cache().glob(left):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +114,7 @@ def compile_tree(
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     configure += _definitions(tree, options, bool(tools), chain)
     for argv in (configure, [ninja, "-C", out, "-j", str(jobs), "llama", *tools]):
-        run(argv, chain.env, tree, progress, lock, _ninja_step)
+        _run(argv, chain.env, tree, progress, lock)
 
 
 def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) -> list[str]:
@@ -155,24 +154,8 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
     return [f"-D{key}={value}" for key, value in values.items()]
 
 
-def _ninja_step(line: str) -> tuple[int, int] | None:
-    match = re.match(r"\[(\d+)/(\d+)\] ", line)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def run(
-    argv: list[str],
-    env: dict[str, str],
-    tree: Path,
-    progress: Progress,
-    lock: int,
-    step: Callable[[str], tuple[int, int] | None],
-) -> None:
+def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, lock: int) -> None:
     """Run one command of a build. Its output goes to the log of the work tree.
-
-    Args:
-        progress: called with what `step` reads from a line of output, (done, total).
-        lock: as in `compile_tree`.
 
     Raises:
         SparqError: it failed; the message has its reason and names the log.
@@ -191,8 +174,8 @@ def run(
                     line = line.replace(copy, original)  # the file that the user can edit
                 file.write(line + "\n")
                 lines.append(line)
-                if found := step(line):
-                    progress(*found)
+                if match := re.match(r"\[(\d+)/(\d+)\] ", line):  # of ninja
+                    progress(int(match[1]), int(match[2]))
             code = process.wait()
     if code != 0:
         raise _failure(argv, code, lines, log)

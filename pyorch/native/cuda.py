@@ -128,12 +128,12 @@ def archs(text: str | None) -> str:
     if text is None:
         text = "native" if here else "all"
     if text == "native" and not here:
-        raise SparqError(f"no CUDA device here: {devices()[1]}", "--cuda-arch all, or 80,90", 2)
+        raise SparqError(f"no CUDA device here: {devices()[1]}", "--cuda all, or --cuda 80,90", 2)
     chosen = {"native": here, "all": [*ARCHS]}.get(text) or re.split("[,;]", text)
     wrong = [arch for arch in chosen if arch not in ARCHS and arch not in here]
     if wrong:
         raise SparqError(
-            f"no architecture we build for: {wrong[0]}", "one of " + ", ".join(ARCHS), 2
+            f"unsupported CUDA architecture: {wrong[0]}", "one of " + ", ".join(ARCHS), 2
         )
     return ";".join(chosen)
 

@@ -11,7 +11,9 @@ from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native.source import digest_of
 
-TRAILERS = ("Upstream-Status", "Core-Touch", "Calls", "Gate")
+# what a hook patch must not do: files of ours are added by ggml_ops/attach.cmake
+_NO_HOOK = (b"new file", b"deleted file", b"rename ", b"copy ", b"GIT binary", b"old mode")
+TRAILERS = ("Upstream-Status", "Calls", "Gate")
 
 
 @dataclass
@@ -19,8 +21,6 @@ class Change:
     """The change of one file. A line is (tag, text), with b" ", b"-" or b"+" as its tag."""
 
     path: str
-    creates: bool = False
-    executable: bool = False
     hunks: list[list[tuple[bytes, bytes]]] = field(default_factory=list)
 
     def count(self, tag: bytes) -> int:
@@ -43,7 +43,8 @@ class Patch:
         return sum(change.count(b"-") for change in self.changes)
 
     @property
-    def core_touch(self) -> str:
+    def touches(self) -> str:
+        """The files and lines that it changes, as text."""
         n = len(self.changes)
         return f"{n} file{'' if n == 1 else 's'}, +{self.added} -{self.removed}"
 
@@ -65,7 +66,7 @@ def parse(file: Path) -> Patch:
     """Read one `git format-patch` file.
 
     Raises:
-        SparqError: it does something that a hook patch must not do (rename, delete, binary).
+        SparqError: it does something other than edit lines.
     """
     lines = BytesIO(file.read_bytes()).readlines()  # at \n only
     first = next((i for i, line in enumerate(lines) if line.startswith(b"diff --git ")), len(lines))
@@ -79,10 +80,7 @@ def parse(file: Path) -> Patch:
         i += 1
         if line.startswith(b"diff --git "):
             changes.append(Change(line.rsplit(b" b/", 1)[1].strip().decode("utf-8")))
-        elif line.startswith(b"new file mode "):
-            changes[-1].creates = True
-            changes[-1].executable = line.strip().endswith(b"755")
-        elif line.startswith((b"deleted file", b"rename ", b"copy ", b"GIT binary", b"old mode")):
+        elif line.startswith(_NO_HOOK):
             what = line.decode("utf-8", "replace").strip()
             raise SparqError(f"{file.name}: '{what}' is not for a hook patch", "only edit lines")
         elif line.startswith(b"@@ "):
@@ -117,10 +115,9 @@ def apply(file: Path, tree: Path) -> None:
     """
     for change in parse(file).changes:
         target = tree / change.path
-        if target.exists() if change.creates else not target.is_file():
-            what = "is there already" if change.creates else "is missing"
-            raise SparqError(f"{file.name} does not apply: {change.path} {what}", HINT)
-        before = [] if change.creates else BytesIO(target.read_bytes()).readlines()
+        if not target.is_file():
+            raise SparqError(f"{file.name} does not apply: {change.path} is missing", HINT)
+        before = BytesIO(target.read_bytes()).readlines()
         after: list[bytes] = []
         for hunk in change.hunks:
             old = [text for tag, text in hunk if tag != b"+"]
@@ -135,10 +132,7 @@ def apply(file: Path, tree: Path) -> None:
                 )
             after += before[: places[0]] + [text for tag, text in hunk if tag != b"-"]
             before = before[places[0] + len(old) :]
-        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(b"".join(after + before))
-        if change.executable:
-            target.chmod(0o755)
 
 
 HINT = "the series fits the sources in patches/UPSTREAM: unset SPARQ_LLAMA_SOURCE"

@@ -26,7 +26,7 @@ STATUS = ("Inappropriate [sparq-specific]", "Submitted ", "Backport ", "Pending"
 _EXPORT = ("--no-signature", "--no-numbered", "--zero-commit", "--full-index", "--no-stat", "-U1")
 
 
-def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | None = None) -> str:
+def _git(cwd: Path, *args: str, env: dict[str, str] | None = None) -> str:
     """Run git without the user's settings, which would change its exports. Returns its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     clean |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
@@ -35,7 +35,6 @@ def _git(cwd: Path, *args: str, env: dict[str, str] | None = None, stdin: str | 
             ["git", *args],
             cwd=cwd,
             env=clean | (env or {}),
-            input=stdin,
             capture_output=True,
             text=True,
         )
@@ -114,7 +113,7 @@ def upstream(patch_dir: Path, folder: Path, force: bool = False) -> None:
 
 
 def refresh(patch_dir: Path, folder: Path) -> None:
-    """Write the commits of the work tree back as the series, with correct Core-Touch lines."""
+    """Write the commits of the work tree back as the series."""
     if not (folder / ".git").is_dir():
         raise SparqError(f"{folder} is not there", "make upstream")
     if dirty := _git(folder, "status", "--porcelain"):
@@ -122,7 +121,6 @@ def refresh(patch_dir: Path, folder: Path) -> None:
             f"{folder} has uncommitted edits: {dirty.splitlines()[0].strip()}",
             "commit them; into a patch: git commit --fixup <id>; git rebase -i --autosquash base",
         )
-    _correct_core_touch(folder)
     with tempfile.TemporaryDirectory() as temp:
         _export(folder, Path(temp))
         for old in series(patch_dir):
@@ -134,42 +132,12 @@ def refresh(patch_dir: Path, folder: Path) -> None:
     _say(f"wrote {len(series(patch_dir))} patches")
 
 
-def _correct_core_touch(folder: Path) -> None:
-    """Set the Core-Touch line of each commit to the counts of its diff; the trees stay the same."""
-    parent = _git(folder, "rev-parse", "base")
-    for commit in _git(folder, "rev-list", "--reverse", "base..HEAD").split():
-        counts = [
-            line.split("\t")
-            for line in _git(
-                folder, "diff", "--numstat", "--no-renames", f"{commit}~", commit
-            ).splitlines()
-        ]
-        added, removed = (sum(int(c[i]) for c in counts if c[i] != "-") for i in (0, 1))
-        n = len(counts)
-        true = f"Core-Touch: {n} file{'' if n == 1 else 's'}, +{added} -{removed}"
-        message = _git(folder, "log", "-1", "--format=%B", commit)
-        message = re.sub(r"^Core-Touch:.*$", true, message, flags=re.M)
-        name, mail, when, cname, cmail, cwhen = _git(
-            folder, "log", "-1", "--format=%an%n%ae%n%aI%n%cn%n%ce%n%cI", commit
-        ).split("\n")
-        env = {"GIT_AUTHOR_NAME": name, "GIT_AUTHOR_EMAIL": mail, "GIT_AUTHOR_DATE": when}
-        env |= {
-            "GIT_COMMITTER_NAME": cname,
-            "GIT_COMMITTER_EMAIL": cmail,
-            "GIT_COMMITTER_DATE": cwhen,
-        }
-        parent = _git(
-            folder, "commit-tree", f"{commit}^{{tree}}", "-p", parent, env=env, stdin=message + "\n"
-        )
-    _git(folder, "update-ref", "HEAD", parent)
-
-
 def _with_table(readme: str, patch_dir: Path) -> str:
     head, rows = ("patch", "what", "touches", "calls", "gate"), []
     patches = [parse(file) for file in series(patch_dir)]
     for p in patches:
-        cells = (p.trailers.get(key, "missing") for key in ("Core-Touch", "Calls", "Gate"))
-        rows.append([f"[{p.name[:4]}]({p.name})", p.title, *cells])
+        cells = (p.trailers.get(key, "missing") for key in ("Calls", "Gate"))
+        rows.append([f"[{p.name[:4]}]({p.name})", p.title, p.touches, *cells])
     added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
     files = len({change.path for p in patches for change in p.changes})
     budget = f"at most +{MAX_ADDED} -{MAX_REMOVED}"
@@ -189,8 +157,6 @@ def audit(patch_dir: Path) -> list[str]:
         status = p.trailers.get("Upstream-Status", "")
         if status and not status.startswith(STATUS):
             wrong.append(f"{p.name}: unknown Upstream-Status '{status}'")
-        if p.trailers.get("Core-Touch", p.core_touch) != p.core_touch:
-            wrong.append(f"{p.name}: Core-Touch should read '{p.core_touch}'")
     added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
     if added > MAX_ADDED or removed > MAX_REMOVED:
         budget = f"+{MAX_ADDED} -{MAX_REMOVED}"

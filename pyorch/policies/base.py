@@ -87,12 +87,9 @@ class Selector:
 
     alpha (n_head_kv, n_group_q), set by `select`: its estimate of the share of attention on
     the positions it chose; the mean of V stands for the rest (SparQ, eq. 10). None: no mean of V.
-    bytes_to_choose, set by `select`: what it read in all KV heads that the policy cannot know
-    before, beside `Policy.bytes_read`.
     """
 
     alpha: np.ndarray | None = None
-    bytes_to_choose: float = 0.0
 
     def select(self, step: Step) -> np.ndarray:
         """The positions to read: (n_head_kv, n), ascending, each only once."""

@@ -69,14 +69,9 @@ class ScanSelector(Selector):
 def select(logits: np.ndarray, k: int, sinks: int) -> np.ndarray:
     """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): newest k/4, first `sinks`, the best."""
     n = logits.shape[2]
-    n_first, n_newest = always_in(n, k, sinks)
+    n_newest = max(min(k, n) // 4, 1)
+    n_first = min(sinks, max(k - n_newest, 0))
     scores = summed_scores(logits).copy()
     scores[:, n - n_newest :] = np.inf
     scores[:, :n_first] = np.inf
     return top_rows(scores, k)
-
-
-def always_in(n: int, k: int, sinks: int) -> tuple[int, int]:
-    """How many of the first and of the newest of n positions are always among k."""
-    n_newest = max(min(k, n) // 4, 1)
-    return min(sinks, max(k - n_newest, 0)), n_newest

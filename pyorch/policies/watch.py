@@ -323,7 +323,6 @@ class Watch:
         c.selections += 1
         c.positions += n_read * heads.n_head_kv
         c.bytes_read += self.policy.bytes_read(n_read, n_pos, heads) * heads.n_head_kv
-        c.bytes_read += layer.selector.bytes_to_choose
         c.bytes_dense += n_pos * heads.row * heads.n_head_kv
 
     def _attend(self, t: Tensor) -> None:

@@ -20,7 +20,6 @@ SHAPE = synth.Shape(
     n_ff=32,
     n_vocab=288,
     n_ctx=4096,
-    tokenizer="bytes",
 )
 
 

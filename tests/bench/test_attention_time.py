@@ -136,10 +136,10 @@ def fake_records() -> list[records.Record]:
 
 def test_rows_are_differences_against_the_better_stock() -> None:
     rows = attention_table.rows(fake_records())
-    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10] + [5] * 7
-    assert [round(r.speedup, 6) for r in rows] == [1, 0.666667, 2] + [4] * 7
-    assert rows[2].roofline == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
-    assert rows[0].token_ms == pytest.approx(24)
+    assert [round(r["attention_ms"], 6) for r in rows] == [20, 30, 10] + [5] * 7
+    assert [round(r["speedup"], 6) for r in rows] == [1, 0.666667, 2] + [4] * 7
+    assert rows[2]["roofline"] == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
+    assert rows[0]["token_ms"] == pytest.approx(24)
     table = attention_table.markdown(fake_records())
     summary = attention_table.summary(fake_records())
     assert "| attention | llama2-7b, S 4096 |" in summary
@@ -158,8 +158,9 @@ def test_rows_compare_within_one_run_only() -> None:
         rec["samples_ns"] = [2 * ns for ns in rec["samples_ns"]]
         rec["base_samples_ns"] = [2 * ns for ns in rec["base_samples_ns"]]
     rows = attention_table.rows(first + later)
-    assert [round(r.attention_ms, 6) for r in rows] == [20, 30, 10] + [5] * 7 + [40, 60, 20, 10]
-    assert [round(r.speedup, 6) for r in rows[:4]] == [round(r.speedup, 6) for r in rows[10:]]
+    assert [round(r["attention_ms"], 6) for r in rows] == [20, 30, 10] + [5] * 7 + [40, 60, 20, 10]
+    speedups = [round(r["speedup"], 6) for r in rows]
+    assert speedups[:4] == speedups[10:]
     assert attention_table.markdown(first + later).count("**llama2-7b**") == 1
 
 

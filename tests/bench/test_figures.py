@@ -292,17 +292,6 @@ def test_the_compute_peak_is_of_this_machine(
     assert not (other / roofline.PEAK_FILE).exists()
 
 
-def test_names_of_lines() -> None:
-    def name(line: str) -> str:
-        return plot.name_of("sparq", True, parse_spec(line))
-
-    assert plot.name_of("stock", False, parse_spec("off")) == "stock -fa 0"
-    assert name("dense") == "our dense"
-    assert name("sparq,ratio=1/8,shadow=f16") == "SparQ 1/8 f16"
-    assert name("topk,ratio=1/16") == "top-k 1/16"
-    assert name("sparq,ratio=1/8,sinks=1") == "sparq,ratio=1/8,sinks=1"
-
-
 @pytest.mark.parametrize("name", draw.FIGURES)
 def test_a_missing_record_is_named_with_its_command(name: str, tmp_path: Path) -> None:
     figure = draw.figure(name)
@@ -330,7 +319,8 @@ def test_what_a_figure_needs_can_be_measured(line: str) -> None:
         assert line.startswith("sparq-cpp eval")
 
 
-def test_every_figure_is_drawn_twice_alike(full: Path, tmp_path: Path) -> None:
+def test_every_figure_is_drawn(full: Path, tmp_path: Path) -> None:
+    """All by one function, which makes of the same records the same file."""
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
     for name in draw.FIGURES:
@@ -343,8 +333,8 @@ def test_every_figure_is_drawn_twice_alike(full: Path, tmp_path: Path) -> None:
         assert figure.caption in "".join(root.itertext())
         assert "currentColor" in svg and pictures._INK not in svg
         assert (out / f"{figure.name}.csv").read_text().count("\n") > 2
-        plot.make(figure, full, out)
-        assert (out / f"{figure.name}.svg").read_text() == svg
+    plot.make(figure, full, out)
+    assert (out / f"{figure.name}.svg").read_text() == svg
 
 
 def test_command_says_what_is_missing_and_draws_the_rest(tmp_path: Path) -> None:
@@ -411,25 +401,16 @@ def test_token_rates_are_of_the_model_measured_last(
 def test_a_real_model_is_drawn_beside_the_synthetic(tmp_path: Path) -> None:
     """Its points and fits are its own, and change nothing of the others."""
     pytest.importorskip("matplotlib")
-    out = tmp_path / "out"
-
-    def rows(figure: plot.Figure, panel: str, n_models: int) -> list[plot.Row]:
-        plot.make(figure, tmp_path, out)
-        assert (out / f"{figure.name}.svg").read_text().count(f">{panel}<") == n_models
-        return figure.data(tmp_path)
-
-    def both(n: int, n_with_lines: int) -> tuple[list[plot.Row], list[plot.Row]]:
-        return (
-            rows(end_to_end.FIGURE, "time of a token", n),
-            rows(time_in_attention.FIGURE, "time in attention", n_with_lines),
-        )
-
+    panels = {end_to_end.FIGURE: "time of a token", time_in_attention.FIGURE: "time in attention"}
     add_lengths(tmp_path)
-    speeds, times = both(1, 1)
+    speeds, times = (figure.data(tmp_path) for figure in panels)
     add_rates(tmp_path, "real", 3.0, LENGTHS[:2])
-    assert both(2, 1)[1] == times, "too few lengths for a line"
+    assert time_in_attention.data(tmp_path) == times, "too few lengths for a line"
     add_rates(tmp_path, "real", 3.0, LENGTHS[2:])
-    more_speeds, more_times = both(2, 2)
+    more_speeds, more_times = (figure.data(tmp_path) for figure in panels)
+    for figure, panel in panels.items():
+        plot.make(figure, tmp_path, tmp_path)
+        assert (tmp_path / f"{figure.name}.svg").read_text().count(f">{panel}<") == 2
     assert more_speeds[: len(speeds)] == speeds and more_times[: len(times)] == times
     added = more_speeds[len(speeds) :], more_times[len(times) :]
     assert all({r["model"] for r in found} == {"real"} for found in added)
@@ -443,15 +424,6 @@ def test_a_real_model_is_drawn_beside_the_synthetic(tmp_path: Path) -> None:
     fits = [{r["attention"]: r["fit_ms_per_1k"] for r in found} for found in (added[1], times)]
     assert fits[0]["SparQ 1/8 q4"] == pytest.approx(3 * fits[1]["SparQ 1/8 q4"])
     assert fits[0]["stock -fa 0"] == pytest.approx(6 * fits[1]["stock -fa 0"])
-
-
-def test_the_readme_has_every_measurement_and_figure() -> None:
-    text = (BENCH / "README.md").read_text("utf-8")
-    files = {str(f.relative_to(BENCH)) for f in BENCH.rglob("*.*") if f.suffix in (".py", ".sh")}
-    missing = {f for f in files if f"`{f}`" not in text}
-    assert {Path(f).name for f in missing} == {"__init__.py"}
-    assert all(f"`{name}`" in text for name in draw.FIGURES)
-    assert all(f"python -m bench {name}" in text for name in (*main.MEASUREMENTS, *main.OTHERS))
 
 
 def test_every_measurement_has_its_name_and_help() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.kernels import node_times
 from pyorch import native
-from pyorch.bench import bandwidth, growth, records
+from pyorch.bench import bandwidth, records
 from pyorch.errors import SparqError
 
 
@@ -127,7 +128,7 @@ def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) ->
     env = {"stamps": {"sparq": "s"}}
     monkeypatch.setattr(native, "built", lambda stock=False: Path())
     monkeypatch.setattr(records, "environment", lambda libraries: env)
-    case = growth.Case("m.gguf", "m", 1, "f16", "f16", 512, "sparq")
+    case = node_times.Case("m", 512, 1, True, 3, library="sparq")
     with pytest.raises(SparqError, match="/dev/null/r: ") as e:
         records.resume("b", [[case]], pytest.fail, Path("/dev/null/r"), print, cost=len, force=True)
     assert "--out" in e.value.hint

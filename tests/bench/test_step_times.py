@@ -24,7 +24,7 @@ from pyorch.models.gguf_file import read_gguf
 
 def test_node_times_of_models_with_one_name_are_two_cases(tmp_path: Path) -> None:
     found = []
-    shape = synth.shape_like("llama2-7b", n_layer=1, n_embd=64, n_vocab=288, tokenizer="bytes")
+    shape = synth.shape_like("llama2-7b", n_layer=1, n_embd=64, n_vocab=288)
     for n_ff in (32, 64):
         path = tmp_path / f"{n_ff}.gguf"
         synth.write(path, replace(shape, n_ff=n_ff), name="one name")
@@ -77,9 +77,7 @@ def test_step_times_add_up_with_select() -> None:
 
 
 @pytest.mark.usefixtures("native_lib_dir")
-def test_step_times_sees_the_steps_and_what_they_read(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_times_sees_the_steps_and_what_they_read(model: Path) -> None:
     n_layer = geometry(read_gguf(model)).n_layer
     case = step_times.Case("m", n_layer, 600, 1, parse_spec("sparq,rank=8,topk=64,min_ctx=0"), 3)
     got = step_times.steps(model, case)
@@ -91,13 +89,6 @@ def test_step_times_sees_the_steps_and_what_they_read(
     assert min(got["bytes"].values()) > 0
     rows = step_times.table([{"case": records.case_of(case), **got}]).splitlines()
     assert [row.split(" | ")[4] for row in rows[2:]] == ["attend", "score_select", "all"]
-
-    only_score = step_times.steps(model, replace(case, only_score=True))
-    assert {step: len(ns) for step, ns in only_score["samples_ns"].items()} == {"score": 3}
-    assert only_score["bytes"] == {"score": got["bytes"]["score_select"]}
-    monkeypatch.setattr(step_times.Clock, "become_score", lambda *_: None)
-    with pytest.raises(SparqError, match="positions were selected"):
-        step_times.steps(model, replace(case, only_score=True))
 
     below = replace(case, spec=parse_spec("sparq,rank=8,topk=64"))  # min_ctx
     with pytest.raises(SparqError, match="0 of .* not reported"):

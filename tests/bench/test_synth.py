@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from pyorch import engine
-from pyorch.cli.synth import command
 from pyorch.errors import SparqError
 from pyorch.models import random_weights, synth
 from pyorch.models.geometry import geometry
@@ -50,21 +47,6 @@ def test_synth_has_the_asked_shape_and_decodes(tmp_path: Path, quant: str) -> No
     assert np.isfinite(logits).all() and 0.01 < logits.std() < 100
 
 
-@pytest.mark.parametrize(("like", "n_vocab"), [("llama2-7b", None), ("llama3-8b", 5000)])
-def test_synth_has_a_real_tokenizer(tmp_path: Path, like: str, n_vocab: int | None) -> None:
-    """Whole, or cut in proportion to the layers: fewer and longer words, the same text back."""
-    path = tmp_path / "m.gguf"
-    small = {"n_layer": 1, "n_embd": 64, "n_ff": 32, "n_head": 2, "n_head_kv": 2, "head_dim": 32}
-    synth.write(path, synth.shape_like(like, **small, n_vocab=n_vocab))
-    text = "The answer is in the text: ä, 漢.\n\n  Two  spaces."
-    with engine.load(path, n_ctx=64, n_threads=1) as s:
-        tokens = engine.tokenize(s, text, add_special=False)
-        assert engine.detokenize(s, tokens) == text
-        assert len(tokens) < 0.6 * len(text)
-        assert engine.tokenize(s, "")[0] == s.lib.llama_vocab_bos(s.vocab)
-        assert engine.is_eog(s, s.lib.llama_vocab_eos(s.vocab))
-
-
 @pytest.mark.parametrize("kind", sorted(random_weights.BLOCKS))
 def test_synth_blocks_are_valid(kind: str) -> None:
     """Read by gguf's own code they are finite, of mean 0, and as wide as asked."""
@@ -76,7 +58,7 @@ def test_synth_blocks_are_valid(kind: str) -> None:
 
 
 def test_synth_counts_a_layers_weights(tmp_path: Path) -> None:
-    shape = synth.shape_like("tinyllama-1.1b", n_layer=3, tokenizer="bytes")
+    shape = synth.shape_like("tinyllama-1.1b", n_layer=3)
     one, two = (synth.file_bytes(replace(shape, n_layer=n), "f16") for n in (1, 2))
     norms = 2 * 4 * shape.n_embd
     assert 2 * shape.layer_params == two - one - norms
@@ -94,22 +76,13 @@ def test_synth_fewer_layers_cost_in_proportion() -> None:
 
 
 def test_synth_tensors_differ_and_seeds_matter(tmp_path: Path) -> None:
-    shape = synth.shape_like(
-        "tinyllama-1.1b", n_layer=1, n_ff=32, n_embd=64, n_vocab=288, tokenizer="bytes"
-    )
+    shape = synth.shape_like("tinyllama-1.1b", n_layer=1, n_ff=32, n_embd=64, n_vocab=288)
     files = [tmp_path / f"{i}.gguf" for i in range(3)]
     for file, seed in zip(files, (0, 0, 1), strict=True):
         synth.write(file, shape, seed=seed, name="same")
     first, again, other = (f.read_bytes() for f in files)
     assert first == again and first != other
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_synth_file_size_is_that_of_the_model() -> None:
-    shape = synth.shape_like("llama2-7b")
-    assert synth.file_bytes(shape, "f16") == pytest.approx(
-        2 * 6.738e9, rel=0.001
-    )  # 6.74 B parameters
 
 
 @pytest.mark.parametrize(
@@ -125,23 +98,3 @@ def test_synth_refuses_sizes_that_do_not_fit(changes: dict[str, int], message: s
     with pytest.raises(SparqError, match=message) as e:
         synth.shape_like("llama2-7b", **changes)
     assert e.value.exit_code == 2
-
-
-def test_synth_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(synth.shape_like, n_embd=64, n_ff=32, n_vocab=288)
-    monkeypatch.setattr(synth, "shape_like", small)
-    path, args = tmp_path / "m.gguf", ["--like", "llama2-7b", "--layers", "1"]
-    result = CliRunner().invoke(command, [*args, "--out", str(path)])
-    assert result.exit_code == 0, result.output
-    assert str(path) in result.stdout
-    assert geometry(read_gguf(path)).n_head_kv == (32,)
-    for to, said in (
-        (path, "--force"),
-        (tmp_path / "no" / "m.gguf", "make it"),
-        (tmp_path, "name"),
-    ):
-        result = CliRunner().invoke(command, [*args, "--out", str(to)])
-        assert isinstance(result.exception, SparqError) and said in result.exception.hint
-    assert CliRunner().invoke(command, [*args, "--out", str(path), "--force"]).exit_code == 0
-    result = CliRunner().invoke(command, ["--like", "llama2", "--out", str(path)])
-    assert isinstance(result.exception, SparqError) and "llama2-7b" in result.exception.hint

@@ -379,14 +379,6 @@ def test_results_are_found_again(model: Path) -> None:
         saved.resolve(parse_spec("sparq,ratio=1/16,calibrated"), model)
 
 
-def test_results_of_another_model_do_not_count(model: Path) -> None:
-    saved.save(model, RESULT)
-    with model.open("ab") as f:
-        f.write(b"x")
-    with pytest.raises(SparqError, match="not calibrated"):
-        saved.resolve(parse_spec("sparq,calibrated"), model)
-
-
 def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     model.with_name("m.gguf.sparq.json").mkdir()  # in the way of the file
     file = saved.save(model, RESULT)

@@ -15,7 +15,7 @@ SHIM = """
 #include <signal.h>
 int ggml_backend_sched_graph_compute_async(void * scheduler, void * graph) { DIE; return -1; }
 """
-OURS = "native.tells_of_death = True"
+OURS = "native.reports_crashes = True"
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
 DEATHS = [
     ("__builtin_trap()", signal.SIGILL, "SIGILL (illegal instruction)"),

@@ -1,10 +1,9 @@
-"""The demo: models complete what stands in a long document, and sparse attention really ran."""
+"""The demo: a model completes what stands in a long story, and sparse attention really ran."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from pyorch import paths
 from pyorch.cli import demo
-from pyorch.errors import SparqError
 from pyorch.models import cards, wheel
 
 if TYPE_CHECKING:
@@ -21,35 +19,57 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
 
+Pairs = list[demo.Pair]
+
+
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> list[demo.Report]:
+def found(monkeypatch: pytest.MonkeyPatch) -> Pairs:
     """What the demo found, beside what it prints."""
-    found: list[demo.Report] = []
-    plain = demo._run
+    pairs: Pairs = []
+    plain = demo.complete
 
-    def noted(*args: Any) -> demo.Report:
-        found.append(plain(*args))
-        return found[-1]
+    def noted(*args: Any) -> Pairs:
+        pairs.extend(plain(*args))
+        return pairs
 
-    monkeypatch.setattr(demo, "_run", noted)
-    return found
+    monkeypatch.setattr(demo, "complete", noted)
+    return pairs
 
 
-def test_toy(run: Run, reports: list[demo.Report]) -> None:
-    result = run("demo", "--toy", "-n", 64)
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The bundled model, which recites, in the place of the one that is downloaded; and the file of
+    its story, which has a passage twice."""
+    bundled = paths.data("models") / "demo"
+    text = (bundled / "document.txt").read_text(encoding="utf-8")
+    words = text[text.index("\n\n", len(text) // 20) :].split()[:60]
+    cue, rest = " ".join(words[:24]), " ".join(words[24:])
+    monkeypatch.setattr(demo, "MODEL", str(bundled / "demo.gguf"))
+    monkeypatch.setattr(demo, "FACTS", ((0.2, cue, rest),))
+    (story := tmp_path / "demo" / "story.txt").parent.mkdir()
+    story.write_text(text, encoding="utf-8")
+    real = paths.data
+    monkeypatch.setattr(paths, "data", lambda name: tmp_path if name == "models" else real(name))
+    return story
+
+
+def test_both_completions_are_those_of_the_story(run: Run, toy: Path, found: Pairs) -> None:
+    result = run("demo")
     assert result.code == 0, result.err
-    (report,) = reports
     assert n_read(result.out) >= 3000
-    (pair,) = report.pairs
+    (pair,) = found
     check(pair)
-    assert n_decoded(pair) == 63  # the first of the 64 follows from the prompt
-    expected = " ".join(pair.cue.expected.split())
-    for which in (pair.dense, pair.sparse):  # both recite: the words are those of the document
-        assert " ".join(which.text.split())[:60] == expected[:60]
+    assert n_decoded(pair) == demo.N_TOKENS - 1  # the first follows from the prompt
+    ((_, _, rest),) = demo.FACTS
+    for which in (pair.dense, pair.sparse):
+        assert len(which.text) > 40 and rest.startswith(which.text.strip())
+    n_calls = 5 * n_decoded(pair)
+    for piece in ("llama.cpp", "sparq,ratio=1/8", "time per token", f"{n_calls} of {n_calls}"):
+        assert piece in result.out
 
 
 def n_read(out: str) -> int:
-    """The tokens of the document, as the demo says them."""
+    """The tokens of the story, as the demo says them."""
     return int(re.findall(r"(\d+) tokens, read in", out)[0])
 
 
@@ -67,7 +87,7 @@ def check(pair: demo.Pair) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_model(run: Run, reports: list[demo.Report]) -> None:
+def test_the_real_model(run: Run, found: Pairs) -> None:
     """It completes both sentences. Run where its file is, and in CI, which downloads it."""
     package = cards.load(demo.MODEL).package
     assert package
@@ -75,53 +95,18 @@ def test_the_real_model(run: Run, reports: list[demo.Report]) -> None:
         pytest.skip(f"{package.file} is not here: sparq-cpp pull {demo.MODEL}")
     result = run("demo", "--yes")
     assert result.code == 0, result.err
-    (report,) = reports
-    assert "two sentences of ours" in result.out and n_read(result.out) > 6000
-    assert len(report.pairs) == 2
-    for pair in report.pairs:
+    assert "two sentences added" in result.out and n_read(result.out) > 6000
+    assert len(found) == 2
+    for pair, (_, _, rest) in zip(found, demo.FACTS, strict=True):
         check(pair)
-        words = re.findall(r"\w+", pair.cue.expected)
+        words = re.findall(r"\w+", rest)
         for which in (pair.dense, pair.sparse):
             assert re.findall(r"\w+", which.text)[: len(words)] == words
 
 
-def test_without_the_model_the_toy_takes_its_place(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreachable(*_: object) -> None:
-        raise SparqError("no index", "connect to one")
-
-    monkeypatch.setattr(demo, "model_path", unreachable)
-    result = run("demo", "-n", 8)
-    assert result.code == 0, result.err
-    assert "note: no index; a bundled toy model takes its place" in result.err
-    for piece in ("llama.cpp", "sparq,ratio=1/8", "time per token", "35 of 35"):
-        assert piece in result.out
-
-
-def test_demo_fails_when_nothing_ran_sparse(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A document below min_ctx: attention is exact, and the demo must not pass for that."""
-    shutil.copytree(paths.data("models") / "demo", tmp_path / "demo")
-    document = tmp_path / "demo" / "document.txt"
-    document.write_text(document.read_text(encoding="utf-8")[:2000], encoding="utf-8")
-    real = paths.data
-    monkeypatch.setattr(paths, "data", lambda name: tmp_path if name == "models" else real(name))
-    result = run("demo", "--toy", "-n", 4)
+def test_demo_fails_when_nothing_ran_sparse(run: Run, toy: Path) -> None:
+    """A story below min_ctx: attention is exact, and the demo must not pass for that."""
+    toy.write_text(toy.read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    result = run("demo")
     assert result.code == 1 and "time per token" not in result.out
     assert "counter of sparse calls is 0" in result.err
-
-
-def test_one_token_is_too_few(run: Run) -> None:
-    """It follows from the prompt, so none would be decoded."""
-    result = run("demo", "--toy", "-n", 1)
-    assert result.code == 2 and "--tokens" in result.err
-
-
-def test_passage() -> None:
-    document = "\n\n".join(f"paragraph {i}\n of a few words" for i in range(100))
-    cue = demo.passage(document)
-    assert document.endswith("\n\n" + cue.text + cue.expected)
-    assert len(cue.text.split()) == 24
-    assert 0.05 <= 1 - len(cue.text + cue.expected) / len(document) < 0.1

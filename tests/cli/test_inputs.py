@@ -127,7 +127,7 @@ ODD = os.fsdecode(b"caf\xe9")  # a name in Latin-1, as old archives have them
 
 
 def program(*args: object, **more: Any) -> subprocess.CompletedProcess[bytes]:
-    argv = [sys.executable, "-c", "from pyorch.cli import main; main()", *map(str, args)]
+    argv = [sys.executable, "-m", "pyorch", *map(str, args)]
     return subprocess.run(argv, capture_output=True, **more)
 
 
@@ -201,7 +201,7 @@ def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("verb", ["generate -f -", "chat", "read -"])
 def test_a_closed_stdin_is_told(tiny_chat: Path, tmp_path: Path, verb: str) -> None:
-    line = f"{sys.executable} -c 'from pyorch.cli import main; main()' {verb} -m {tiny_chat}"
+    line = f"{sys.executable} -m pyorch {verb} -m {tiny_chat}"
     done = shell(f"{line} <&-", SPARQ_READ_OUTPUT=str(tmp_path / "x.kv"))
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: stdin is closed")
 
@@ -221,7 +221,7 @@ def test_no_file_of_ours_is_the_prompt(tiny: Path, tmp_path: Path) -> None:
     were continued as the prompt."""
     library = compiled(TAKE, tmp_path / "take.so")
     (secret := tmp_path / "secret").write_text("hello " * 9)
-    line = f"{sys.executable} -c 'from pyorch.cli import main; main()' generate -m {tiny} -t 1 -n 1"
+    line = f"{sys.executable} -m pyorch generate -m {tiny} -t 1 -n 1"
     done = shell(f"{line} -f - <&-", LD_PRELOAD=str(library), TAKEN=str(secret))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: stdin is closed\nhint: ")

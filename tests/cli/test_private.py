@@ -84,7 +84,7 @@ def test_a_limit_that_is_none_keeps_nothing_by_mistake(
 ) -> None:
     monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", given)
     done = run("chat", "-m", tiny_chat, stdin="x\n")
-    assert done.code == 2 and f"SPARQ_DOCUMENTS_LIMIT {given!r} is no size" in done.err
+    assert done.code == 2 and f"SPARQ_DOCUMENTS_LIMIT {given!r} is not a size" in done.err
 
 
 def test_states(tiny: Path, tmp_path: Path) -> None:

@@ -116,20 +116,6 @@ def test_several_documents(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     assert messages[1]["content"] == f"of two {TEXT}\n\nwho?"
 
 
-def test_folders_and_pipes(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes/.hidden").mkdir(parents=True)
-    (tmp_path / "notes/b.txt").write_text("second")
-    (tmp_path / "notes/a.md").write_text("first")
-    (tmp_path / "notes/picture").write_bytes(b"\x89PNG\0\xff")
-    (tmp_path / "notes/.hidden/c.txt").write_text("never")
-    done = run("read", tmp_path / "notes", "-m", tiny_chat)
-    assert done.code == 0, done.err
-    d = document_file.load(document_file.find("notes"))
-    assert document_file.content(d)[1] == "File: a.md\n\nfirst\n\nFile: b.txt\n\nsecond"
-    assert run("read", "-", "-m", tiny_chat, stdin="piped").code == 0
-    assert document_file.content(document_file.load(document_file.find("stdin")))[1] == "piped"
-
-
 def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
     assert "nothing is kept" in run("documents").err
     nowhere = run("documents", "list", text.parent / "nowhere")
@@ -169,11 +155,11 @@ def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
         (["read", "TEXT", "-m", "MODEL", "-o", "/nowhere/x.kv"], 2, "there is no folder"),
         (["chat", "-m", "MODEL", "--document", "none"], 1, "none: no such document"),
         (["chat", "-m", "MODEL", "--document", "TEXT"], 1, "not a document"),
-        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "two beginnings"),
+        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "cannot be combined"),
         (
             ["generate", "-m", "MODEL", "-p", "x", "--document", "a", "--document", "b"],
             2,
-            "two doc",
+            "takes one --document",
         ),
     ],
 )

@@ -68,10 +68,6 @@ class Answer(BaseHTTPRequestHandler):
 
 signal.signal(signal.SIGTERM, end)
 server = HTTPServer((sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])), Answer)
-if how == "assert":
-    server.handle_request()
-    say("/src/x.cpp:7: GGML_ASSERT(n > 0) failed")
-    os.abort()
 server.serve_forever()
 """  # noqa: E501
 CALLS = "0.02.0.0 I sparse attention sparq: 19 attention calls sparse, 1 exact, 2 in prompts"
@@ -286,13 +282,6 @@ def test_its_death_is_one_line(standin: Any) -> None:
     assert running.said.splitlines()[2] == "error: llama-server was killed"
 
 
-def test_an_assertion_is_the_reason(standin: Any) -> None:
-    with standin("assert") as running:
-        assert running.rest() == 1
-    error = next(line for line in running.said.splitlines() if line.startswith("error"))
-    assert "ended by SIGABRT" in error and error.endswith("GGML_ASSERT(n > 0) failed")
-
-
 def test_nothing_sparse_is_said(standin: Any) -> None:
     left = NEVER + ", 4 left to llama.cpp (a sliding window)"
     for calls, why in ((NEVER, "up to min_ctx 1024"), (left, "throughout: a sliding window")):
@@ -341,7 +330,7 @@ def test_a_port_in_use(run: Callable[..., Any], tiny: Path) -> None:
 def test_other_machines_need_a_key(run: Callable[..., Any], tiny: Path, host: str) -> None:
     result = run("serve", "-m", tiny, "--host", host)
     error, hint = result.err.splitlines()
-    assert result.code == 2 and f"--host {host} lets other machines in" in error
+    assert result.code == 2 and f"--host {host} would let other machines in" in error
     assert "--api-key-file" in hint and "--insecure" in hint
 
 
@@ -523,21 +512,6 @@ def test_completion(server: Running) -> None:
     assert model["id"] == "demo.gguf" and model["meta"]["n_ctx"] == 1024
 
 
-def test_chat(server: Running) -> None:
-    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-    answer = asked(f"{server.url}/chat/completions", chat).json
-    assert answer["choices"][0]["message"]["content"]
-
-
-def test_streaming(server: Running) -> None:
-    """The pieces are the text that comes in one piece otherwise."""
-    whole = asked(f"{server.url}/completions", PROMPT).json["choices"][0]["text"]
-    lines = asked(f"{server.url}/completions", PROMPT | {"stream": True}).body.decode().split("\n")
-    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert data.pop() == "[DONE]" and len(data) > 2
-    assert "".join(json.loads(x)["choices"][0]["text"] for x in data) == whole
-
-
 @pytest.mark.parametrize("key", ["", "wrong", "# of the tests"])
 def test_a_wrong_key(server: Running, key: str) -> None:
     code, text = refused(f"{server.url}/completions", PROMPT, key)
@@ -692,25 +666,6 @@ def test_an_option_that_llama_server_does_not_know(
     assert result.err.startswith("error: llama-server ended by itself: invalid argument: --no-such")
     result = run("serve", "-m", tiny, "--port", 0, "--", "--help")
     assert result.code == 1 and "ended by itself: exit code 0" in result.err
-
-
-def test_the_real_one_is_killed(server_dir: Path, tiny: Path) -> None:
-    with serving(REAL, "serve", "-m", tiny, "--port", 0, "-t", 1, "--ctx", 512) as running:
-        running.until_ready()
-        port = int(running.url.split(":")[2].split("/")[0])
-        os.kill(_child_of(running.process.pid), signal.SIGKILL)
-        assert running.rest() == 1
-        assert "error: llama-server was killed\n" in running.said
-        with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
-
-
-def _child_of(pid: int) -> int:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    if not children.is_file():
-        pytest.skip("this system does not tell the children of a process")
-    (child,) = children.read_text().split()
-    return int(child)
 
 
 def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> None:

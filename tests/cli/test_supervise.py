@@ -71,7 +71,7 @@ def test_who_reads_the_log_may_fail_and_the_server_does_not_stand_still() -> Non
     code = "for _ in range(5000): print('x' * 100)"
     with child(code, fails) as server:
         server.process.wait(60)
-        server.was_asked = True
+        server.was_stopped = True
         with pytest.raises(OSError, match="terminal is gone"):
             server.wait_end()
 

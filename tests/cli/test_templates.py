@@ -107,27 +107,10 @@ def test_a_conversation_goes_past_midnight(run: Run, dated: Path, clock: type[Cl
     assert second < 40 < first
 
 
-def test_an_interrupted_reading_goes_on_the_next_day(
-    dated: Path, tmp_path: Path, clock: type[Clock], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(document, "PIECE", 256)
-    reading, began = engine.Reading("story", TEXT), list[int]()
-    with engine.load(dated, n_batch=64, n_threads=1) as s:
-        with pytest.raises(KeyboardInterrupt):
-            stop = lambda: len(s.tokens) >= 640  # noqa: E731
-            engine.read_document(s, tmp_path / "d.kv", reading, should_stop=stop)
-        clock.today += dt.timedelta(days=1)
-        engine.read_document(s, tmp_path / "d.kv", reading, progress=lambda n, _: began.append(n))
-        assert began[0] == 512, "what was read is used"
-        other = engine.Reading("story", "other " * 50)
-        found = engine.read_document(s, tmp_path / "d.kv", other, force=True)
-    assert found.stated_time == "2026-11-26T12:00:00", "another text is of its own day"
-
-
 def test_read_goes_on_the_next_day(
     run: Run, dated: Path, text: Path, clock: type[Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command, which counts the tokens before it reads them."""
+    """And counts its tokens, before it reads them, as of the day on which it began."""
     write, done = document._write_rows, list[int]()
 
     def twice(*args: object) -> None:
@@ -144,6 +127,10 @@ def test_read_goes_on_the_next_day(
     assert run("read", text, "-m", dated).code == 0
     found = document_file.load(document_file.find("story"))
     assert found.stated_time == "2026-11-25T12:00:00"
+    text.write_text("another text")
+    assert run("read", text, "-m", dated, "--force").code == 0
+    found = document_file.load(document_file.find("story"))
+    assert found.stated_time == "2026-11-26T12:00:00", "it is of its own day"
 
 
 def test_a_time_in_a_damaged_header_is_no_time() -> None:
@@ -357,7 +344,7 @@ def test_variables_of_a_template(run: Run, tmp_path: Path) -> None:
     assert "the chat template has no y: it changes nothing" in done.err
     for bad in ("{", "[]"):
         done = run("chat", "-m", path, "--chat-template-kwargs", bad, stdin="")
-        assert done.code == 2 and "is no object in JSON" in done.err
+        assert done.code == 2 and "is not a JSON object" in done.err
 
 
 def test_stop(run: Run, tiny_chat: Path) -> None:

@@ -1,13 +1,17 @@
 """Prefill, then decode 200 tokens; writes the logits of every step (n + 1, n_vocab) and the tokens.
 
-Runs on the stock library too: the attention is touched only with --spec.
+Runs on the stock library too: the attention is touched only with a spec.
 
-    python gate.py MODEL OUT.npz [--spec S] [--then-off] [--text FILE] [--threads 2] [--no-flash]
+    python gate.py MODEL OUT.npz JSON
+
+JSON: spec; then_off (read and decode with it first, take that back, set off); text (a file with the
+prompt; without it random tokens, also in place of decoded ones); options of a context.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,36 +21,20 @@ N_PROMPT, N_DECODE, N_CTX = 700, 200, 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--spec", default="")
-    parser.add_argument(
-        "--then-off",
-        action="store_true",
-        help="read and decode with the spec first, take that back, set off",
-    )
-    parser.add_argument(
-        "--text", type=Path, help="prompt; without it random tokens, also in place of decoded ones"
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--no-flash", action="store_true")
-    args = parser.parse_args()
-
+    path, out, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    spec, then_off = options.pop("spec", ""), options.pop("then_off", False)
+    text, options = options.pop("text", ""), {"n_threads": 2, **options}
     rng = np.random.default_rng(5)
-    with (
-        Model(args.model) as model,
-        Context(model, n_ctx=N_CTX, n_threads=args.threads, flash=not args.no_flash) as ctx,
-    ):
+    with Model(path) as model, Context(model, n_ctx=N_CTX, **options) as ctx:
         forced = rng.integers(3, model.n_vocab, N_PROMPT + N_DECODE).tolist()
         prompt = forced[:N_PROMPT]
-        if args.text:
-            prompt, forced = model.tokenize(args.text.read_text()[:8000])[:N_PROMPT], None
-        if args.spec:
-            ctx.set_sparse(args.spec)
+        if text:
+            prompt, forced = model.tokenize(Path(text).read_text()[:8000])[:N_PROMPT], None
+        if spec:
+            ctx.set_sparse(spec)
         assert ctx.decode([(t, i, 0) for i, t in enumerate(prompt)]) == 0
         logits = [ctx.logits()]
-        if args.then_off:
+        if then_off:
             for i in range(40):
                 assert ctx.decode([(10 + i, len(prompt) + i, 0)]) == 0
             assert ctx.info()["counters"]["calls_sparse"] > 0
@@ -60,7 +48,7 @@ def main() -> None:
             assert ctx.decode([(tokens[-1], len(prompt) + i, 0)]) == 0
             logits.append(ctx.logits())
     ours = hasattr(bindings()._lib, "llama_set_sparse_attn")
-    np.savez(args.out, logits=np.array(logits), tokens=np.array(tokens), ours=ours)
+    np.savez(out, logits=np.array(logits), tokens=np.array(tokens), ours=ours)
 
 
 if __name__ == "__main__":

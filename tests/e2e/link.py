@@ -1,4 +1,4 @@
-"""Workers on this machine, and a network to them: slow, counted, or without our greeting."""
+"""Workers on this machine, and a network to them: slow, counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ PROGRAM = "ggml-rpc-server"
 
 Waiting = queue.Queue[tuple[float, bytes]]  # pieces, and when they are to arrive
 _PIECE = 1 << 16
-_SPARSE_AT = 8 + 3  # of them, the one that a worker of llama.cpp's own leaves at zero
 
 
 @contextmanager
@@ -53,17 +52,13 @@ class Link:
 
     Args:
         endpoint: HOST:PORT.
-        delay: seconds that a byte is under way, in either direction.
         rate: bytes per second in either direction; 0 is no limit.
-        plain: take what tells that a worker is ours out of its greeting.
     """
 
-    def __init__(
-        self, endpoint: str, delay: float = 0.0, rate: float = 0.0, plain: bool = False
-    ) -> None:
+    def __init__(self, endpoint: str, rate: float = 0.0) -> None:
         host, _, port = endpoint.partition(":")
         self._target = host, int(port)
-        self._delay, self._rate, self._plain = delay, rate, plain
+        self._rate = rate
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.there = self.back = 0
@@ -101,20 +96,16 @@ class Link:
         self, source: socket.socket, _: socket.socket, is_there: bool, waiting: Waiting
     ) -> None:
         """Read, and say when each piece is to arrive."""
-        free_at, n = 0.0, 0
+        free_at = 0.0
         with suppress(OSError):
             while piece := source.recv(_PIECE):
-                if self._plain and not is_there and n <= _SPARSE_AT < n + len(piece):
-                    at = _SPARSE_AT - n
-                    piece = piece[:at] + b"\0" + piece[at + 1 :]
-                n += len(piece)
                 if is_there:
                     self.there += len(piece)
                 else:
                     self.back += len(piece)
                 took = len(piece) / self._rate if self._rate else 0.0
                 free_at = max(free_at, time.perf_counter()) + took
-                waiting.put((free_at + self._delay, piece))
+                waiting.put((free_at, piece))
         waiting.put((0.0, b""))
 
     def _give(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -60,6 +61,14 @@ def python_environment(stock: bool = False, **more: str) -> dict[str, str]:
     before = [path for path in [os.environ.get("PYTHONPATH")] if path]
     env["PYTHONPATH"] = os.pathsep.join([*here, env["PYTHONPATH"], *before])
     return env
+
+
+def from_child(*args: object, timeout: float | None = 300, **more: str) -> Any:
+    """What a program that imports these modules prints, as JSON, in a process of its own."""
+    argv, env = [sys.executable, *map(str, args)], python_environment(**more)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 _module: ModuleType | None = None

@@ -233,6 +233,15 @@ def test_what_no_document_can_be(tiny: Path, tmp_path: Path) -> None:
                     document._call(s, *call)
 
 
+@pytest.mark.parametrize("n_ctx", [1024, 1280])
+def test_nothing_of_an_empty_sequence_is_written(tiny: Path, tmp_path: Path, n_ctx: int) -> None:
+    """A text of which nothing is read yet, whether or not a document could begin behind the last
+    cell."""
+    with engine.load(tiny, attention=SPARSE, n_ctx=n_ctx) as s, (tmp_path / "f").open("wb") as file:
+        document._call(s, "write", 0, file.fileno(), 0, 64, 0, 0)
+    assert (tmp_path / "f").stat().st_size == 0
+
+
 def test_another_layout_is_another_transposed_k(tiny: Path, book: Path, tmp_path: Path) -> None:
     """Of an older or newer library: K and V are used, and K is transposed anew, from them."""
     whole = document_file.load(book)

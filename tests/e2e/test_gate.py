@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,14 +26,15 @@ ALL = "sparq,rank=8,topk=1000000,min_ctx=0"
 Run = Callable[..., "np.lib.npyio.NpzFile"]
 
 
-def runner(model: Path, folder: Path, *arguments: str) -> Run:
-    """run(*options of gate.py, stock=False): logits and tokens; the same options run once."""
+def runner(model: Path, folder: Path, **common: Any) -> Run:
+    """run(options of gate.py, stock=False): logits and tokens; the same options run once.
+    no_reuse: every token's graph is made anew."""
 
     @functools.cache
-    def gate(*options: str, stock: bool = False, **variables: str):
+    def gate(stock: bool = False, no_reuse: bool = False, **options: Any):
         out = folder / f"{len(list(folder.iterdir()))}.npz"
-        argv = [sys.executable, str(SCRIPT), str(model), str(out), *arguments, *options]
-        env = python_environment(stock, **variables)
+        argv = [sys.executable, str(SCRIPT), str(model), str(out), json.dumps(common | options)]
+        env = python_environment(stock, **{"LLAMA_GRAPH_REUSE_DISABLE": "1"} if no_reuse else {})
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         return np.load(out)
@@ -51,7 +54,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         return request.getfixturevalue("tiny_run")
     text = ROOT / "models" / "demo" / "document.txt"
     model = request.getfixturevalue("demo_model")
-    return runner(model, tmp_path_factory.mktemp("demo"), "--text", str(text))
+    return runner(model, tmp_path_factory.mktemp("demo"), text=str(text))
 
 
 def assert_same_bits(a, b) -> None:
@@ -65,28 +68,19 @@ def test_never_set_is_stock(run: Run) -> None:
 
 
 def test_off_after_sparse_is_stock(run: Run) -> None:
-    assert_same_bits(run("--spec", SPARSE, "--then-off"), run(stock=True))
+    assert_same_bits(run(spec=SPARSE, then_off=True), run(stock=True))
 
 
 def test_never_set_without_flash_attention_is_stock(tiny_run: Run) -> None:
-    assert_same_bits(tiny_run("--no-flash"), tiny_run("--no-flash", stock=True))
+    assert_same_bits(tiny_run(flash=False), tiny_run(flash=False, stock=True))
 
 
 NEAR = {"f32": 0.02, "fast": 0.1}  # of the spread of logits: what rounding may change of a prompt
 
 
-@pytest.mark.parametrize("prompt", NEAR)
-def test_prefill_with_sparse_on_is_exact(run: Run, prompt: str) -> None:
-    """Within rounding."""
-    got = run("--spec", f"{SPARSE},prompt={prompt}")["logits"][0]
-    stock = run(stock=True)["logits"][0]
-    assert np.abs(got - stock).max() < NEAR[prompt] * stock.std()
-    assert not np.array_equal(got, stock), "our op did not run"
-
-
 def test_gate_can_fail(run: Run) -> None:
     """With sparse on, logits of decoded tokens differ: the comparison sees what it is to see."""
-    sparse = run("--spec", f"{SPARSE},prompt=f32")["logits"][1:]
+    sparse = run(spec=f"{SPARSE},prompt=f32")["logits"][1:]
     stock = run(stock=True)["logits"][1:]
     assert not np.array_equal(sparse[0], stock[0])
     assert np.abs(sparse - stock).max() > 0.1 * stock.std()
@@ -96,7 +90,7 @@ def test_gate_can_fail(run: Run) -> None:
 @pytest.mark.parametrize("spec", [ALL, "dense"])
 def test_reading_everything_is_dense(run: Run, spec: str, prompt: str) -> None:
     """Within rounding, and with the same greedy tokens (those of the tiny model are given)."""
-    got, stock = run("--spec", f"{spec},prompt={prompt}"), run(stock=True)
+    got, stock = run(spec=f"{spec},prompt={prompt}"), run(stock=True)
     assert np.array_equal(got["tokens"], stock["tokens"])
     spread = stock["logits"].std()
     assert np.abs(got["logits"] - stock["logits"]).max() < NEAR[prompt] * spread
@@ -104,10 +98,10 @@ def test_reading_everything_is_dense(run: Run, spec: str, prompt: str) -> None:
 
 
 def test_sparse_does_not_depend_on_threads_or_graph_reuse(tiny_run: Run) -> None:
-    two = tiny_run("--spec", SPARSE)
-    for threads in ("1", "3"):
-        assert_same_bits(tiny_run("--spec", SPARSE, "--threads", threads), two)
-    assert_same_bits(tiny_run("--spec", SPARSE, LLAMA_GRAPH_REUSE_DISABLE="1"), two)
+    two = tiny_run(spec=SPARSE)
+    for n in (1, 3):
+        assert_same_bits(tiny_run(spec=SPARSE, n_threads=n), two)
+    assert_same_bits(tiny_run(spec=SPARSE, no_reuse=True), two)
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="ggml takes pages of the system there")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny as tiny_models
+from test_engine import n_wrong
 
 from pyorch import engine
 from pyorch.bench import state
-from pyorch.engine import sparse
 from pyorch.models.memory import available_memory
 
 N = 1 << 20
@@ -45,10 +44,7 @@ def test_attention_at_the_end(tmp_path: Path, sizes: dict[str, int]) -> None:
                 assert engine.info(s).counter("positions_read") > 0
             engine.rewind(s, N - 8)
             if spec.startswith("sparq"):
-                check = sparse.function(
-                    s.lib, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
-                )
-                assert check(s.ctx) == 0
+                assert n_wrong(s) == 0
     wanted = found.pop("off")
     error = {spec: np.abs(x - wanted).max() / np.abs(wanted).max() for spec, x in found.items()}
     assert error.pop(few) > 0.05, "the comparison can fail"

@@ -13,10 +13,9 @@ from tempfile import TemporaryFile
 import pytest
 import tiny as tiny_models
 from c_library import compiled
-from llama import Context, Model, bindings, python_environment
+from llama import Context, Model, bindings, from_child, python_environment
 
 from pyorch import paths
-from pyorch.native import source
 
 SPEC = b"sparq,rank=8,topk=64,min_ctx=0"
 N = 200
@@ -83,11 +82,7 @@ def main(path: Path) -> None:
 def test_no_memory_is_an_error(tmp_path: Path) -> None:
     model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
     library = compiled(Path(__file__).with_name("fail_new.cpp"), tmp_path / "fail_new.so")
-    argv = [sys.executable, __file__, str(model)]
-    env = python_environment(LD_PRELOAD=str(library))
-    done = subprocess.run(argv, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = from_child(__file__, model, LD_PRELOAD=str(library))
     for name, result in found.items():
         assert result["works"], f"{name} works once there is memory: {result['said']}"
     said = {name for name, result in found.items() if any(result["failed"])}
@@ -107,20 +102,14 @@ int main(int, char ** argv) {
 """
 
 
-def test_a_reply_that_nothing_is_known_of_is_empty(tmp_path: Path) -> None:
+def test_a_reply_that_nothing_is_known_of_is_empty(tmp_path: Path, unpacked) -> None:
     """It lost the last character of an empty text, and was 2^64 - 1 long."""
     model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
-    pin = source.read_pin()
-    where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    for name in ("include", "ggml/include"):
-        source.unpack(where, f"{pin.folder}/{name}", tmp_path / name)
     env = python_environment()
     lib = env["LLAMA_CPP_LIB_PATH"]
     (tmp_path / "reply.cpp").write_text(REPLY)
-    argv = ["c++", "-std=c++17", f"-I{paths.data('ggml_ops')}/llama", f"-I{tmp_path}/include"]
-    argv += [f"-I{tmp_path}/ggml/include", str(tmp_path / "reply.cpp"), "-o", str(tmp_path / "r")]
+    argv = ["c++", "-std=c++17", f"-I{paths.data('ggml_ops')}/llama", f"-I{unpacked('include')}"]
+    argv += [f"-I{unpacked('ggml/include')}", f"{tmp_path}/reply.cpp", "-o", f"{tmp_path}/r"]
     argv += [f"-L{lib}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{lib}"]
     subprocess.run(argv, check=True)
     done = subprocess.run([tmp_path / "r", model], env=env, capture_output=True, text=True)

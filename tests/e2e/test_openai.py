@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -52,25 +51,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "pets.gguf", chat_template=TEMPLATE)
 
 
-@contextmanager
-def client_of(folder: Path, model: Path, log: Path, *args: object) -> Iterator[openai.OpenAI]:
+@pytest.fixture(scope="module")
+def client(server_dir: Path, model: Path, tmp_path_factory: Any) -> Iterator[openai.OpenAI]:
     """A client of a server of its own. It uses no proxy, and asks once."""
-    line = ("-m", model, "-t", 1, "-np", N_SLOT, "-c", N_SLOT * N_CTX, "--no-kv-unified", *args)
-    line += ("--no-cache-prompt", "--sparse-attn", SERVERS)
+    log = tmp_path_factory.mktemp("server") / "log"
+    line = ("-m", model, "-t", 1, "-np", N_SLOT, "-c", N_SLOT * N_CTX, "--no-kv-unified")
+    line += ("--metrics", "--context-shift", "--no-cache-prompt", "--sparse-attn", SERVERS)
     with (
-        serving(folder, log, *line) as url,
+        serving(server_dir, log, *line) as url,
         openai.DefaultHttpxClient(trust_env=False) as http,
         openai.OpenAI(
             base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=60, http_client=http
         ) as client,
     ):
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(server_dir: Path, model: Path, tmp_path_factory: Any) -> Iterator[openai.OpenAI]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with client_of(server_dir, model, log, "--metrics", "--context-shift") as client:
         yield client
 
 
@@ -178,16 +171,6 @@ def test_what_is_refused(client: openai.OpenAI, api: str, stream: bool) -> None:
         create(client, api, stream=stream, extra_body={"sparse_attn": "spark"})
     with pytest.raises(openai.BadRequestError, match="exceeds the available context size"):
         create(client, api, text_of(N_CTX + 1), stream=stream)
-
-
-def test_a_key_is_needed(server_dir: Path, model: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("secret\n")
-    with client_of(server_dir, model, tmp_path / "log", "--api-key-file", keys) as client:
-        ran_sparse(create(client, "chat").timings)
-        for header in (openai.Omit(), "Bearer wrong"):
-            with pytest.raises(openai.AuthenticationError, match="Invalid API Key"):
-                create(client, "chat", extra_headers={"Authorization": header})
 
 
 def test_cancelled_streams(client: openai.OpenAI) -> None:

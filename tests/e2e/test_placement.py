@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import fake_device
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, python_environment
+from llama import Context, Model, from_child
 from quick import pairwise
 
 HERE = Path(__file__).parent
@@ -42,12 +40,9 @@ def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
     def go(spec: str, n_gpu_layers: int, variables: str = "", **options: Any) -> dict[str, Any]:
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
         more = dict(item.split("=") for item in variables.split())
-        env = python_environment(FAKE_DEVICES="2", FAKE_POISON="1", **more)
         script = HERE / ("beside.py" if "order" in options else "placed.py")
-        argv = [sys.executable, script, model, fake, text]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout)
+        more |= {"FAKE_DEVICES": "2", "FAKE_POISON": "1"}
+        return from_child(script, model, fake, text, **more)
 
     return go
 

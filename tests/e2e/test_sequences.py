@@ -193,8 +193,6 @@ REFUSED = {
     "sparq,rank=4000": "rank is above the head size",
     "sparq,k_layers=1:2": "k_layers has 2 entries for 3 layers",
     "spark": "unknown method: spark\nwrite off, dense, sparq or topk",
-    "sparq,ratio=2": "ratio must be above 0",
-    "": "unknown method",
 }
 
 
@@ -209,6 +207,19 @@ def test_what_is_refused_changes_nothing(spec: str, why: str, model: Model) -> N
         assert ctx.info(1) == before
         with pytest.raises(SpecError, match="no sequence 4"):
             ctx.set_sequence(N_SEQ, None)
+
+
+def test_a_sequence_may_repeat_what_all_have(model: Model) -> None:
+    """Also a setting that means something only beside one that the text leaves to the context."""
+    all_of = "sparq,rank=8,topk=40,min_ctx=0,top_p=0.9,cap=4,prompt=sparse,prompt_p=0.9"
+    with context(model, all_of, True) as ctx:
+        for text in ("cap=4", "prompt_p=0.9", "top_p=0.9", "cap=4,prompt_p=0.9", "ratio=1"):
+            ctx.set_sequence(1, f"sparq,{text}")
+            assert "top_p=0.9,cap=4" in ctx.info(1)["spec"]
+        ctx.set_sequence(1, "dense,prompt_p=0.9")
+        for text, name in (("cap=2", "cap"), ("prompt_p=0.5", "prompt_p"), ("top_p=1", "top_p")):
+            with pytest.raises(SpecError, match=f"^{name} is the same for all"):
+                ctx.set_sequence(1, f"sparq,{text}")
 
 
 def test_a_context_without_sparse_attention(model: Model) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from server import ask, serving, text
 from test_documents import SPARSE, reading
+from tiny_gguf import finish
 
 from pyorch import engine
 from pyorch.engine import document_file
@@ -29,6 +30,20 @@ def books(tiny: Path, tmp_path_factory: Any) -> list[document_file.Document]:
         ]
 
 
+@pytest.fixture
+def told(
+    books: list[document_file.Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Servers that are started after `told()` know the books, or what a list in place of theirs
+    says."""
+
+    def tell(lines: str = "") -> None:
+        (tmp_path / "list").write_text(lines or document_file.listed(books))
+        monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+
+    return tell
+
+
 def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
     asked = {"prompt": prompt, "n_predict": 20, "temperature": 0, "ignore_eos": True}
     return ask(f"{url}/completion", {**asked, **more})
@@ -36,12 +51,7 @@ def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("more", [(), MAPPED], ids=["copied", "mapped"])
 def test_documents_are_not_read_again(
-    server_dir: Path,
-    tiny: Path,
-    books: list[document_file.Document],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    more: tuple[object, ...],
+    server_dir: Path, tiny: Path, books: Any, tmp_path: Path, told: Any, more: tuple[object, ...]
 ) -> None:
     texts = [document_file.content(d)[1] for d in books]
     prompts = [
@@ -54,8 +64,7 @@ def test_documents_are_not_read_again(
     args = ("-m", tiny, *COMMON)
     with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = [complete(url, p, cache_prompt=False)["content"] for p in prompts]
-    (tmp_path / "list").write_text(document_file.listed(books))
-    monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+    told()
     args = (*args, "--cache-ram", 0, "-lv", 4, *more)
     with serving(server_dir, log := tmp_path / "log2", *args) as url:
         for again in range(2):
@@ -69,21 +78,16 @@ def test_documents_are_not_read_again(
 
 
 def test_a_document_that_went_bad_is_read(
-    server_dir: Path,
-    tiny: Path,
-    books: list[document_file.Document],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server_dir: Path, tiny: Path, books: Any, tmp_path: Path, told: Any
 ) -> None:
     """The reply is the same; the log says why it took longer."""
     prompt = document_file.content(books[0])[1] + " who?"
     (bad := tmp_path / "bad.kv").write_bytes(books[0].path.read_bytes()[:-70_000])
     lines = document_file.listed(books[:1]).replace(str(books[0].path), str(bad))
-    (tmp_path / "list").write_text(f"/nowhere.kv\n3 65536 65536\nx\n{lines}")
     args = ("-m", tiny, *COMMON)
     with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = complete(url, prompt)["content"]
-    monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+    told(f"/nowhere.kv\n3 65536 65536\nx\n{lines}")
     with serving(server_dir, log := tmp_path / "log2", *args) as url:
         found = complete(url, prompt)
         assert found["content"] == wanted and found["timings"]["prompt_n"] > 1000
@@ -108,7 +112,7 @@ def _adapter(folder: Path, _: Path) -> tuple[object, ...]:
             for half, shape in (("a", (8, 128)), ("b", (n_out, 8))):
                 values = (0.3 * rng.standard_normal(shape)).astype(np.float32)
                 w.add_tensor(f"blk.{layer}.{name}.weight.lora_{half}", values)
-    _write(w)
+    finish(w)
     return "--lora", path
 
 
@@ -117,15 +121,8 @@ def _control_vector(folder: Path, _: Path) -> tuple[object, ...]:
     w = gguf.GGUFWriter(path, "controlvector")
     values = np.random.default_rng(0).standard_normal(128).astype(np.float32)
     w.add_tensor("direction.1", values)
-    _write(w)
+    finish(w)
     return "--control-vector", path
-
-
-def _write(w: gguf.GGUFWriter) -> None:
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
 
 
 def _override(value: str) -> Callable[..., tuple[object, ...]]:
@@ -168,12 +165,7 @@ BESIDE: dict[str, tuple[Callable[..., tuple[object, ...]], dict[str, Any], str]]
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_what_changes_k_and_v(
-    server_dir: Path,
-    tiny: Path,
-    books: list[document_file.Document],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    beside: str,
+    server_dir: Path, tiny: Path, books: Any, tmp_path: Path, told: Any, beside: str
 ) -> None:
     """The reply is that of a server without documents, and the log says why one is not used."""
     options, fields, why = BESIDE[beside]
@@ -181,8 +173,7 @@ def test_what_changes_k_and_v(
     args = ("-m", tiny, *COMMON, *options(tmp_path, tiny))
     with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = complete(url, prompt, **fields)
-    (tmp_path / "list").write_text(document_file.listed(books))
-    monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+    told()
     with serving(server_dir, log := tmp_path / "log2", *args, "-lv", 4) as url:
         found = complete(url, prompt, **fields)
     assert found["content"] == wanted["content"]
@@ -192,20 +183,15 @@ def test_what_changes_k_and_v(
 
 
 def test_adapters_that_change_while_it_runs(
-    server_dir: Path,
-    tiny: Path,
-    books: list[document_file.Document],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server_dir: Path, tiny: Path, books: Any, tmp_path: Path, told: Any
 ) -> None:
-    """What a slot holds was made with the adapters of then, a document with none."""
+    """What a slot holds was made with the adapters of that time, a document with none."""
     prompt = document_file.content(books[0])[1] + " who?"
     args = ("-m", tiny, *COMMON, "--cache-ram", 0, *_adapter(tmp_path, tiny))
     with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = {1.0: complete(url, prompt)["content"]}
         wanted[0.0] = complete(url, prompt, **OFF)["content"]
-    (tmp_path / "list").write_text(document_file.listed(books))
-    monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+    told()
     with serving(server_dir, tmp_path / "log2", *args) as url:
         for scale, is_read in ((0.0, False), (1.0, True), (0.0, False)):
             text(f"{url}/lora-adapters", [{"id": 0, "scale": scale}])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from c_library import compiled
-from llama import Context, Model, python_environment
+from llama import Context, Model, from_child
 from soak import resident
 from tiny import write
 
@@ -51,23 +49,16 @@ SPECS = (
 )
 
 
-def run(*args: object, **env: str) -> dict:
-    argv = [sys.executable, *map(str, args)]
-    done = subprocess.run(argv, env=python_environment(**env), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.mark.slow
 def test_soak_stays_equal() -> None:
-    report = run(SCRIPT, "--tokens", N_TOKENS, "--sample", 1000)
+    report = from_child(SCRIPT, "--tokens", N_TOKENS, "--sample", 1000, timeout=None)
     assert report["tokens"] >= N_TOKENS and report["samples"] >= N_TOKENS // 1000 - 4
     assert report["shifts"] > N_TOKENS // 1000 and report["cuts"] > N_TOKENS // 500
 
 
 @pytest.mark.slow
 def test_soak_does_not_grow() -> None:
-    report = run(SCRIPT, "--tokens", N_TOKENS, "--sample", 0, "--threads", 2)
+    report = from_child(SCRIPT, "--tokens", N_TOKENS, "--sample", 0, "--threads", 2, timeout=None)
     assert report["tokens"] >= N_TOKENS
     assert max(report["grown_kib"].values()) < 256, report
 
@@ -87,6 +78,6 @@ def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
 def test_sparse_attention_allocates_nothing_per_token(tiny: Path, tmp_path: Path) -> None:
     """llama.cpp allocates for each token; with sparse attention it is not one call more."""
     library = compiled(SCRIPT.with_name("count_malloc.c"), tmp_path / "count_malloc.so")
-    found = run("-c", COUNT, tiny, *SPECS, LD_PRELOAD=str(library))
+    found = from_child("-c", COUNT, tiny, *SPECS, LD_PRELOAD=str(library))
     assert found["off"][0] > 10
     assert all(found[spec] == found["off"] for spec in SPECS), found

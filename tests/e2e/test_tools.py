@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,33 +84,21 @@ def test_a_bad_spec_is_an_error_like_others(tools: Path, tiny: Path, program: st
 
 
 @pytest.mark.parametrize("spec", [SPARSE, "off", None])
-def test_completion_runs_sparse(tools: Path, tiny: Path, spec: str | None) -> None:
-    """Greedy: the text is that of the engine with the same setting."""
+@pytest.mark.parametrize("program", ["llama-completion", "llama-cli"])
+def test_programs_run_sparse(tools: Path, tiny: Path, program: str, spec: str | None) -> None:
+    """Greedy; the first of twelve tokens comes from the prompt. Without the chat template that
+    llama-cli uses, the text is that of the engine with the same setting."""
     option = ("--sparse-attn", spec) if spec else ()
-    base = ("-m", tiny, "-p", text_of(400), "-n", 12, "-t", 1, "--temp", 0, "--ignore-eos")
-    last = CALLS if spec == SPARSE else SAID
-    line = (*base, "-no-cnv", "--no-display-prompt", *TRACE, *option)
-    done = run_to(last, tools, "llama-completion", *line)
+    line = ("-m", tiny, "-p", text_of(400), "-n", 12, "-t", 1, "--temp", 0, "--ignore-eos")
+    plain = program == "llama-completion"
+    line += ("-no-cnv", "--no-display-prompt") if plain else ("--single-turn",)
+    done = run_to(CALLS if spec == SPARSE else SAID, tools, program, *line, *TRACE, *option)
     assert done.returncode == 0, done.stderr
     if spec == SPARSE:
         assert calls(done.stderr) == 11 * N_LAYER
     else:
         assert not CALLS.search(done.stderr)
-    assert done.stdout.startswith(greedy(tiny, spec).strip())
-
-
-@pytest.mark.parametrize("spec", [SPARSE, "off", None])
-def test_cli_runs_sparse(tools: Path, tiny: Path, spec: str | None) -> None:
-    """One turn, in a chat template; the first of twelve tokens comes from the prompt."""
-    option = ("--sparse-attn", spec) if spec else ()
-    base = ("-m", tiny, "-p", text_of(400), "-n", 12, "-t", 1, "--temp", 0, "--ignore-eos")
-    last = CALLS if spec == SPARSE else SAID
-    done = run_to(last, tools, "llama-cli", *base, "--single-turn", *TRACE, *option)
-    assert done.returncode == 0, done.stderr
-    if spec == SPARSE:
-        assert calls(done.stderr) == 11 * N_LAYER
-    else:
-        assert not CALLS.search(done.stderr)
+    assert not plain or done.stdout.startswith(greedy(tiny, spec).strip())
 
 
 @pytest.mark.parametrize("spec", [SPARSE, "off", None])
@@ -129,30 +116,6 @@ def test_server_runs_sparse(tools: Path, tiny: Path, tmp_path: Path, spec: str |
         assert calls(said) == 11 * N_LAYER
     else:
         assert not CALLS.search(said)
-
-
-@pytest.mark.parametrize(
-    "mode", [("--kv-unified",), ("--no-kv-unified",)], ids=["unified", "split"]
-)
-def test_server_batches_prompts_with_replies(
-    tools: Path, tiny: Path, tmp_path: Path, mode: tuple[str, ...]
-) -> None:
-    """Two requests at once, the second while the first replies: both as if they were alone."""
-    asked = [
-        {"prompt": text_of(n, seed), "n_predict": 60, "temperature": 0, "ignore_eos": True}
-        for seed, n in ((1, 400), (2, 900))
-    ]
-    log = tmp_path / "log"
-    base = ("-m", tiny, "-t", 1, "-np", 2, "-c", 4096, "-b", 64, "-ub", 64, *mode, *TRACE)
-    spec = "sparq,rank=8,topk=64,min_ctx=0,shadow=f16"
-    with serving(tools, log, *base, "--sparse-attn", spec) as url:
-        alone = [ask(f"{url}/completion", a | {"cache_prompt": False})["content"] for a in asked]
-        with ThreadPoolExecutor(2) as pool:
-            together = list(
-                pool.map(lambda a: ask(f"{url}/completion", a | {"cache_prompt": False}), asked)
-            )
-    assert [answer["content"] for answer in together] == alone
-    assert calls(log.read_text(errors="replace")) == 4 * 59 * N_LAYER
 
 
 def test_a_draft_does_not_inherit_the_option(tools: Path, tiny: Path, tmp_path: Path) -> None:

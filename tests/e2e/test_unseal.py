@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +14,9 @@ from cases import SUM
 from llama import Context, Model, Token, python_environment
 from nodes import Watch
 
-N_LAYER, N_SEQ, N_PROMPT = 2, 3, 20 * 64 + 10
+N_LAYER, N_SEQ, N_PROMPT = 3, 3, 20 * 64 + 10
 SPEC = "sparq,rank=8,topk=64,min_ctx=0,mean_v=on"
 SHADOWS = ["f16", "q4"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    path = tmp_path_factory.mktemp("m") / "m.gguf"
-    with Model(tiny_models.write(path, "llama", n_layer=N_LAYER)) as m:
-        yield m
 
 
 def full(model: Model, shadow: str, unified: bool, n_prompt: int = N_PROMPT, **options) -> Context:

@@ -205,23 +205,6 @@ def test_triviaqa_takes_a_result_of_the_right_length(
         first("triviaqa", session, lines(tmp_path / "s.jsonl", [trivia(1, 100)]))
 
 
-def test_triviaqa_official_files(session: engine.Session, tmp_path: Path) -> None:
-    (tmp_path / "qa").mkdir()
-    row = {
-        "QuestionId": "t1",
-        "Question": "Who?",
-        "Answer": {"Aliases": ["Ann"]},
-        "SearchResults": [{"Filename": "0/0_1.txt"}, {"Filename": "0/gone.txt"}],
-    }
-    file = write(tmp_path / "qa" / "web-dev.json", {"Data": [row]})
-    with pytest.raises(SparqError, match="evidence is missing"):
-        first("triviaqa", session, file)
-    (tmp_path / "evidence" / "web" / "0").mkdir(parents=True)
-    (tmp_path / "evidence" / "web" / "0" / "0_1.txt").write_text("u" * 4000)
-    (e,) = first("triviaqa", session, file)
-    assert engine.detokenize(session, e.prompt) == "u" * 4000 + "\nQuestion: Who?\nAnswer:"
-
-
 def test_cnn_dailymail(
     session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,17 +396,6 @@ def test_the_list_promises_only_downloads_that_there_are() -> None:
     for task in evals.tasks().values():
         assert ("download" in ends[task.name]) == (task.data in data.HUB), task.name
         assert ("--data" in ends[task.name]) == bool(task.data), task.name
-
-
-def test_a_data_set_that_is_damaged_on_its_way(hub: Hub) -> None:
-    hub.kind, (hub.repo, _) = "dataset", data.HUB["squad"]
-    hub.files, hub.wrong = {"plain_text/validation-00000-of-00001.parquet": b"right"}, b"wrong"
-    with pytest.raises(SparqError, match="wrong checksum") as e:
-        data.rows("squad", None)
-    assert "--data FILE" in e.value.hint
-    hub.status = 404
-    with pytest.raises(SparqError, match="not found"):
-        data.rows("squad", None)
 
 
 def test_what_is_no_parquet(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import compare
 import numpy as np
 import pytest
 from device import DeviceGgml
-from llama import ROOT, python_environment
+from llama import ROOT, from_child
 
 from pyorch.native import cuda
 
@@ -33,10 +33,7 @@ def test_cpu_against_cuda(case: cases.Case, device: DeviceGgml) -> None:
 
 
 def decode(model: Path, n: int, *options: str) -> dict:
-    argv = [sys.executable, DECODE, model, ROOT / "models/demo/document.txt", str(n), *options]
-    done = subprocess.run(argv, env=python_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return from_child(DECODE, model, ROOT / "models/demo/document.txt", n, *options, timeout=None)
 
 
 @pytest.mark.parametrize("spec", ["sparq,rank=16,topk=128", "topk,k=256"])
@@ -58,10 +55,7 @@ def test_a_reply_beside_prompts_is_what_it_is_alone(
     """As on devices that are not there (tests/e2e/test_placement.py), but for rounding."""
     spec = "sparq,rank=16,topk=64,shadow=f16,min_ctx=0,gpu_min_mb=0"
     text = json.dumps({"spec": spec, "order": order, "unified": unified, "n_gpu_layers": 99})
-    argv = [sys.executable, ROOT / "tests/e2e/beside.py", demo_model, "", text]
-    done = subprocess.run(argv, env=python_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = from_child(ROOT / "tests/e2e/beside.py", demo_model, "", text, timeout=None)
     assert set(found["info"]["counters"]["stock_reasons"]) == {"prefill"}
     assert {layer["reason"] for layer in found["info"]["layers"]} == {""} and found["differ"] == 0
     for seq in (seq for seq, kind in enumerate(order) if kind == "r"):

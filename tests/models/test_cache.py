@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import COMMIT, REPO, Hub
+from hub_server import COMMIT, REPO, Hub, found
 from huggingface_hub import constants, scan_cache_dir
 
 from pyorch.models import cache, cards, pull
@@ -22,9 +22,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def load(text: str = f"hf:{REPO}") -> Path:
-    spec = pull.parse_spec(text)
-    assert spec is not None
-    return pull.download(pull.find(spec)).path
+    return pull.download(found(text)).path
 
 
 def blobs() -> int:

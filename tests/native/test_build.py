@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes import NPM
 
 from pyorch import native, paths
 from pyorch.errors import SparqError
-from pyorch.native import build, cmake, probe, web_page
+from pyorch.native import build, cmake, probe
 
 OPTIONS = build.Options()
 
@@ -36,69 +35,30 @@ def runs(world: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_once(world: Path) -> None:
-    assert build.find(OPTIONS) is None
-    folder = make()
-    assert (folder / "libllama.so").read_text() == "library\n"
-    assert (build.bindings() / "llama_cpp" / "__init__.py").is_file()
-    assert build.find(OPTIONS) == folder
-    assert make() == folder
-    assert runs(world) == 1
+INPUTS: dict[str, tuple[object, ...]] = {  # a file that gets another line, or what is found here
+    "upstream": ("sdist/vendor/llama.cpp/src/b.cpp",),
+    "patch": ("patches/0001-hook.patch",),
+    "ours": ("ggml_ops/cpu/op.c",),
+    "another file": ("ggml_ops/new.c",),
+    "compiler": ("find_compiler", probe.Compiler("cc", "c++", "another")),
+    "CPU": ("cpu", ("another", "another")),
+    "flags": ("probe", probe.Probe((), ("-O1",), {}, True)),
+    "OpenMP": ("probe", probe.Probe((), (), {}, False)),
+    "CFLAGS": ("CFLAGS",),
+}
 
 
-def append(file: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    def change(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with (world / file).open("a") as handle:
-            handle.write("\n")
-
-    return change
-
-
-def compiler_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "another"))
-
-
-def cpu_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "cpu", lambda: ("another", "another"))
-
-
-def probe_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "probe", lambda c, native: probe.Probe((), ("-O1",), {}, True))
-
-
-def openmp_changes(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "probe", lambda c, native: probe.Probe((), (), {}, False))
-
-
-def flags_change(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CFLAGS", "-O1")
-
-
-def file_appears(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (world / "ggml_ops" / "new.c").write_text("")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        append("sdist/vendor/llama.cpp/src/b.cpp"),
-        append("patches/0001-hook.patch"),
-        append("ggml_ops/cpu/op.c"),
-        file_appears,
-        compiler_changes,
-        cpu_changes,
-        probe_changes,
-        openmp_changes,
-        flags_change,
-    ],
-)
-def test_every_input_counts(
-    world: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path, pytest.MonkeyPatch], None],
-) -> None:
+@pytest.mark.parametrize("what", INPUTS)
+def test_every_input_counts(world: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     before = make()
-    change(world, monkeypatch)
+    name, *found = INPUTS[what]
+    if found:
+        monkeypatch.setattr(probe, str(name), lambda *_, **__: found[0])
+    elif what == "CFLAGS":
+        monkeypatch.setenv("CFLAGS", "-O1")
+    else:
+        with (world / str(name)).open("a") as file:
+            file.write("\n")
     after = make()
     assert after != before
     assert runs(world) == 2
@@ -223,38 +183,6 @@ def test_tools_come_later(world: Path) -> None:
     (world / "ggml_ops" / "op.c").write_text("int z;\n")
     names = {file.name for file in make().iterdir()}
     assert names == {"libllama.so", "stamp.json"}  # the tools in the work tree are of before
-
-
-SERVER = ("llama-server", web_page.NAME)
-
-
-def test_the_web_page_is_made_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that has it says so, and later builds of the server have it without being asked."""
-    monkeypatch.setattr(web_page, "find_npm", lambda: "npm")
-    plain = make(tools=("llama-server",))
-    assert not (plain / web_page.NAME).exists() and build.find(OPTIONS, SERVER) is None
-    monkeypatch.setenv("FAKE_CMAKE", NPM)
-    assert make(tools=SERVER) == plain == build.find(OPTIONS, SERVER)
-    assert (web_page.folder() / "index.html").read_text() == "page\n"
-    (tree,) = (world / "cache" / "build").iterdir()
-    assert (tree / "src" / "tools" / "ui" / "dist" / "index.html").is_file()
-    monkeypatch.setenv("FAKE_CMAKE", "")
-    monkeypatch.setattr(web_page, "find_npm", lambda: None)  # npm is gone
-    (world / "ggml_ops" / "op.c").write_text("int z;\n")
-    assert (make(tools=("llama-server",)) / web_page.NAME).is_file()
-    assert not (make(build.Options(stock=True)) / web_page.NAME).exists()  # it has no server
-
-
-def test_a_web_page_that_fails_leaves_nothing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_page, "find_npm", lambda: None)
-    with pytest.raises(SparqError, match="npm, which is not here") as e:
-        make(tools=SERVER)
-    assert "Node.js" in e.value.hint
-    monkeypatch.setattr(web_page, "find_npm", lambda: "npm")
-    with pytest.raises(SparqError, match="could not be made by npm") as e:  # it only warned
-        make(tools=SERVER)
-    assert "build.log" in e.value.hint and not web_page.folder().exists()
-    assert build.find(OPTIONS) is None
 
 
 def test_force(world: Path) -> None:

@@ -78,7 +78,7 @@ def test_archs(text: str | None, devices: tuple, expected: str, machine) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("native", "no CUDA device here"), ("60", "we build for: 60")]
+    ("text", "message"), [("native", "no CUDA device here"), ("60", "CUDA architecture: 60")]
 )
 def test_wrong_arch(text: str, message: str, machine) -> None:
     machine()

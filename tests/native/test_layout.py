@@ -45,21 +45,34 @@ COMMENTS = {
 
 
 @pytest.fixture(scope="module")
-def layout(ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory):
-    """layout(file, text, other): the number of that source."""
+def compiled(ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory):
+    """compiled((file, text, other)...): the program of that source, and what the compiler says."""
 
-    def go(file: str = "ggml-sparse.h", text: str = "", other: str = "") -> int:
+    def go(*changes: tuple[str, str, str]) -> tuple[Path, str]:
         folder = tmp_path_factory.mktemp("ops")
         ops = Path(shutil.copytree(paths.data("ggml_ops"), folder / "ggml_ops"))
-        source = (ops / file).read_text("utf-8")
-        assert text in source
-        (ops / file).write_text(source.replace(text, other, 1) if text else source, "utf-8")
+        for file, text, other in changes:
+            source = (ops / file).read_text("utf-8")
+            assert text in source
+            (ops / file).write_text(source.replace(text, other, 1), "utf-8")
         (folder / "probe.cpp").write_text(PROBE)
         argv = [probe.need_compiler().cxx, "-std=c++17", "-w", f"-I{ops}"]
         argv += [f"-I{ggml_headers / 'include'}", folder / "probe.cpp", "-o", folder / "probe"]
         done = subprocess.run(argv, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return int(subprocess.run([folder / "probe"], capture_output=True, check=True).stdout)
+        assert (done.returncode == 0) == (folder / "probe").exists()
+        return folder / "probe", done.stderr
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def layout(compiled):
+    """layout((file, text, other)...): the number of that source."""
+
+    def go(*changes: tuple[str, str, str]) -> int:
+        program, errors = compiled(*changes)
+        assert program.exists(), errors
+        return int(subprocess.run([program], capture_output=True, check=True).stdout)
 
     return go
 
@@ -83,14 +96,29 @@ def test_workers_and_documents_go_by_it(ours: int, tiny: Path) -> None:
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_layout_is_another_number(what: str, layout, ours: int) -> None:
-    file, text, other = CHANGES[what]
-    found = layout(file, text, other)
+    found = layout(CHANGES[what])
     assert found != ours and byte(found) != byte(ours)
 
 
 @pytest.mark.parametrize("what", COMMENTS)
 def test_a_comment_is_none(what: str, layout, ours: int) -> None:
-    assert layout(*COMMENTS[what]) == ours
+    assert layout(COMMENTS[what]) == ours
+
+
+def test_the_parameters_of_every_step_count(layout, compiled, ours: int) -> None:
+    """A step that says nothing of its parameters, and one that leaves a field out, do not compile;
+    one that has none is told apart all the same."""
+    step = (
+        ("ggml-sparse.h", _ENUM, f"{_ENUM}GGML_SPARSE_ATTN_NEW,"),
+        ("ggml-sparse-nodes.h", "X(SEAL) X(VISIBLE)", "X(NEW) X(SEAL) X(VISIBLE)"),
+        ("ggml-sparse-nodes.h", "// X(step), in", "#define GGML_SPARSE_SRC_NEW(X) X(q, 0)\n//"),
+    )
+    program, errors = compiled(*step)
+    assert not program.exists() and "GGML_SPARSE_PARAMS_NEW" in errors
+    line = "#define GGML_SPARSE_PARAMS_NEW(T, F)"
+    assert layout(*step, ("sparse-layout.h", "// T(type", f"{line}\n//")) != ours
+    program, errors = compiled(("sparse-layout.h", " F(keep))", ")"))
+    assert not program.exists() and "names every field of ggml_sparse_prefill_params" in errors
 
 
 @pytest.mark.parametrize(("language", "standard"), [("c", "c11"), ("c++", "c++17")])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from c_library import compiled
+from test_build import runs
 
 from pyorch import cli
 from pyorch.errors import SparqError
@@ -133,10 +134,6 @@ def amx(options: str) -> smoke.Fault | None:
 
 def make(notes: list[str] | None = None) -> Path:
     return build.build(OPTIONS, note=(notes if notes is not None else []).append)
-
-
-def runs(world: Path) -> int:
-    return len((world / "ninja.log").read_text().splitlines())
 
 
 def off(folder: Path) -> dict[str, str]:

@@ -18,9 +18,7 @@ import ctypes
 from ctypes import (
     POINTER,
     c_bool,
-    c_float,
     c_int,
-    c_int32,
     c_int64,
     c_size_t,
     c_void_p,
@@ -31,6 +29,15 @@ import numpy as np
 from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
 from cpu import has_fast
 
+from pyorch.native.params import (
+    STATS,  # noqa: F401  the tests have it from here
+    AttendParams,
+    PrefillParams,
+    ScoreParams,
+    ScoreSelectParams,
+    SealParams,
+    SelectParams,
+)
 from pyorch.native.slots import Sources
 from pyorch.native.tensor import Tensor
 
@@ -51,22 +58,6 @@ TYPES = {
 }
 BLOCK_BYTES = {kind: row_bytes(32, kind) for kind in BLOCKS}
 NUMPY_TYPE = {number: (name, dtype) for name, (number, dtype) in TYPES.items()}
-STATS = (
-    "attend_sparse",
-    "attend_dense",
-    "pos_visible",
-    "pos_read",
-    "bytes_score",
-    "bytes_attend",
-    "bytes_dense",
-    "groups_sealed",
-    "prefill",
-    "prefill_fast",
-    "prefill_visible",
-    "prefill_read",
-)
-
-
 TensorPtr = POINTER(Tensor)
 
 
@@ -85,61 +76,6 @@ class Plan(ctypes.Structure):
         ("abort_callback", c_void_p),
         ("abort_callback_data", c_void_p),
         ("use_ref", c_bool),
-    ]
-
-
-class SealParams(ctypes.Structure):
-    _fields_ = [("n_bit", c_int32), ("n_rot", c_int32)]
-
-
-class ScoreParams(ctypes.Structure):
-    _fields_ = [
-        ("rank", c_int32),
-        ("scale", c_float),
-        ("max_bias", c_float),
-        ("softcap", c_float),
-        ("n_bit", c_int32),
-        ("n_rot", c_int32),
-        ("i_rank", c_int32),
-    ]
-
-
-class SelectParams(ctypes.Structure):
-    _fields_ = [
-        ("topk_max", c_int32),
-        ("n_head_kv", c_int32),
-        ("n_local_max", c_int32),
-        ("rest", c_int32),
-        ("top_p", c_float),
-        ("i_k", c_int32),
-        ("i_forced", c_int32),
-    ]
-
-    def __init__(self, *args, i_forced: int = 2, **kwargs) -> None:
-        """By default `wanted` is k, l and the forced cells, as for a model of one layer."""
-        super().__init__(*args, i_forced=i_forced, **kwargs)
-
-
-class ScoreSelectParams(ctypes.Structure):
-    _fields_ = [("score", ScoreParams), ("select", SelectParams)]
-
-
-class AttendParams(ctypes.Structure):
-    _fields_ = [
-        ("scale", c_float),
-        ("max_bias", c_float),
-        ("softcap", c_float),
-        ("mean_v", c_int32),
-    ]
-
-
-class PrefillParams(ctypes.Structure):
-    _fields_ = [
-        ("scale", c_float),
-        ("max_bias", c_float),
-        ("softcap", c_float),
-        ("fast", c_int32),
-        ("keep", c_float),
     ]
 
 

@@ -31,8 +31,11 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, [os.environ.get("CC", "cc"), "gcc", "clang"])), None)
 
 
-def _ptr(array: np.ndarray | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if array is None else array.ctypes.data)
+def _argument(x: np.ndarray | float | None) -> object:
+    """An array is a pointer, a whole number an int64_t, any other a double."""
+    if x is None or isinstance(x, np.ndarray):
+        return ctypes.c_void_p(None if x is None else x.ctypes.data)
+    return F64(x) if isinstance(x, float) else I64(x)
 
 
 def _f32(array: np.ndarray | None) -> np.ndarray | None:
@@ -52,24 +55,21 @@ class Ref:
         self.lib = ctypes.CDLL(str(folder / "sparq-ref.so"))
         self.lib.sparq_ref_select.restype = I64
 
+    def call(self, step: str, *args: np.ndarray | float | None) -> int:
+        return getattr(self.lib, f"sparq_ref_{step}")(*map(_argument, args))
+
     def seal(self, k, v, t_stride: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = _f32(k), _f32(v)
         k_t = np.full((k.shape[1], t_stride), np.nan, np.float32)
         v_sum = np.full(v.shape[1], np.nan, np.float32)
-        self.lib.sparq_ref_seal(
-            _ptr(k_t),
-            _ptr(v_sum),
-            _ptr(k),
-            _ptr(v),
-            *map(I64, (len(k), k.shape[1], v.shape[1], t_stride, k.shape[1], v.shape[1])),
-        )
+        d_k, d_v = k.shape[1], v.shape[1]
+        self.call("seal", k_t, v_sum, k, v, len(k), d_k, d_v, t_stride, d_k, d_v)
         return k_t, v_sum
 
     def components(self, q, rank: int, spread=None) -> np.ndarray:
         q, spread = _f32(q), None if spread is None else _f32(spread)
         out = np.full(rank, -1, np.int32)
-        sizes = map(I64, (*q.shape, rank))
-        self.lib.sparq_ref_components(_ptr(out), _ptr(q), _ptr(spread), *sizes)
+        self.call("components", out, q, spread, *q.shape, rank)
         return out
 
     def score(self, q, k, bias, components, scale, softcap=0.0, transposed=False, spread=None):
@@ -80,17 +80,8 @@ class Ref:
         strides = (1, k.shape[1]) if transposed else (k.shape[1], 1)
         out = np.full((g, n), np.nan, np.float32)
         components = np.ascontiguousarray(components, np.int32)
-        self.lib.sparq_ref_score(
-            _ptr(out),
-            _ptr(q),
-            _ptr(k),
-            _ptr(bias),
-            _ptr(components),
-            _ptr(spread),
-            *map(I64, (g, n, d, len(components), *strides)),
-            F64(scale),
-            F64(softcap),
-        )
+        sizes = (g, n, d, len(components), *strides, float(scale), float(softcap))
+        self.call("score", out, q, k, bias, components, spread, *sizes)
         return out
 
     def select(
@@ -106,15 +97,8 @@ class Ref:
         logits = _f32(logits)
         g, n = logits.shape
         forced, score = np.ascontiguousarray(forced, np.int32), np.empty(n)
-        return self.lib.sparq_ref_select(
-            _ptr(sel),
-            _ptr(rest),
-            _ptr(logits),
-            _ptr(forced),
-            _ptr(score),
-            *map(I64, (g, n, len(forced), k, k_max)),
-            F64(top_p),
-        )
+        sizes = (g, n, len(forced), k, k_max, float(top_p))
+        return self.call("select", sel, rest, logits, forced, score, *sizes)
 
     def attend(
         self, q, k, v, bias, scale, softcap=0.0, selected=None, rest=None, sinks=None, n_sel=None
@@ -127,18 +111,6 @@ class Ref:
         rest = None if rest is None else np.ascontiguousarray(rest, np.float64)
         if n_sel is None:
             n_sel = 0 if selected is None else len(selected)
-        self.lib.sparq_ref_attend(
-            _ptr(out),
-            _ptr(q),
-            _ptr(k),
-            _ptr(v),
-            _ptr(bias),
-            _ptr(selected),
-            _ptr(rest),
-            _ptr(sinks),
-            _ptr(weight),
-            *map(I64, (g, n, n_sel, d_k, d_v, d_k, d_v)),
-            F64(scale),
-            F64(softcap),
-        )
+        sizes = (g, n, n_sel, d_k, d_v, d_k, d_v, float(scale), float(softcap))
+        self.call("attend", out, q, k, v, bias, selected, rest, sinks, weight, *sizes)
         return out

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import cases
@@ -38,7 +39,7 @@ def isa(request, ggml, ggml_headers: Path, tmp_path_factory) -> Iterator[IsaGgml
 
 def test_isa_equals_oracle(isa: IsaGgml) -> None:
     """Many cases in one test: with an emulator each costs a process per op."""
-    check_cases(isa, CASES[::4])
+    check_cases(isa, CASES[::4], test_steps.check_steps)
 
 
 @pytest.mark.slow
@@ -46,44 +47,34 @@ def test_isa_equals_oracle_in_all_cases(isa: IsaGgml) -> None:
     """Scalar code rounds most, since it has one sum where vectors have as many as lanes."""
     if isa.target != "scalar" and not os.environ.get("SPARQ_TEST_ISA_ALL"):
         pytest.skip("SPARQ_TEST_ISA_ALL is not set")
-    check_cases(isa, CASES)
+    check_cases(isa, CASES, test_steps.check_steps)
 
 
-def check_cases(isa: IsaGgml, chosen: list[cases.Case]) -> None:
-    assert len(chosen) > 5
+def check_cases(isa: IsaGgml, chosen: list[cases.Case], check: Callable[..., None]) -> None:
+    assert len(chosen) > 3
     for case in chosen:
         try:
-            test_steps.check_steps(case, isa)
+            check(case, ggml=isa)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 
 
 def test_isa_prefill(isa: IsaGgml) -> None:
-    for case in test_prefill.CASES[::3]:
-        try:
-            test_prefill.check_prefill(case, isa)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
+    check_cases(isa, test_prefill.CASES[::3], test_prefill.check_prefill)
     leak = test_prefill.test_prefill_hidden_positions_never_leak
     leak(test_prefill.SHAPES[0], float("nan"), False, isa)
 
 
 def test_isa_fast_prefill(isa: IsaGgml) -> None:
-    for case in test_prefill.CASES[::3]:
-        try:
-            test_prefill.check_prefill(case, isa, fast=True)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
+    fast = partial(test_prefill.check_prefill, fast=True)
+    check_cases(isa, test_prefill.CASES[::3], fast)
     leak = test_prefill.test_prefill_hidden_positions_never_leak
     leak(test_prefill.SHAPES[0], float("nan"), True, isa)
 
 
 def test_isa_prefill_choice(isa: IsaGgml) -> None:
-    for case in test_prefill_choice.CASES[::8]:
-        try:
-            test_prefill_choice.check_choice(case, 0.7, isa)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
+    check = partial(test_prefill_choice.check_choice, keep=0.7)
+    check_cases(isa, test_prefill_choice.CASES[::8], check)
     for value in (float("nan"), float("inf")):
         test_prefill_choice.test_what_is_not_finite_is_read(value, isa)
 

@@ -153,48 +153,6 @@ class Projected(Oracle):
         return sum(guess[p] for p in cells)
 
 
-class Lists(Oracle):
-    """The best of what lies in the lists whose centroids are the best for a query head of the
-    group; centroids_of(keys of a head) at the first choice. read: of the last choice, the rows of K
-    and the centroids."""
-
-    def __init__(self, *args, part: int, sinks: int, centroids_of) -> None:
-        super().__init__(*args)
-        self.part, self.sinks, self.centroids_of = part, sinks, centroids_of
-        self.centroids: list[np.ndarray] = []
-
-    def choose(self, q, k) -> Sets:
-        n, out = len(k), []
-        budget = min(self.k_of(n), n)
-        local = max(budget // 4, 1)
-        always = set(range(n - local, n)) | set(range(min(self.sinks, budget - local)))
-        if not self.centroids:
-            self.centroids = [self.centroids_of(k[:, h]) for h in range(self.n_head_kv)]
-        self.read = 0
-        for h, centroids in enumerate(self.centroids):
-            looks = max(len(centroids) // self.part, 1)
-            found = set(always)
-            for head in self.heads_of(h):
-                near = {i: float(q[head].astype(float) @ c) for i, c in enumerate(centroids)}
-                lists = self.best(near, looks)
-                for p in range(n):
-                    to = [float(k[p, h].astype(float) @ c) for c in centroids]
-                    if to.index(max(to)) in lists:
-                        found.add(p)
-            total = dict.fromkeys(found, 0.0)
-            for head in self.heads_of(h):
-                for p, s in self.scores(q, k, head, found).items():
-                    total[p] += s
-            rest = {p: s for p, s in total.items() if p not in always}
-            chosen = always | self.best(rest, min(budget - len(always), len(rest)))
-            others = (p for p in range(n) if p not in chosen)
-            while len(chosen) < budget:
-                chosen.add(next(others))
-            self.read += len(found | chosen) + len(centroids)
-            out.append(chosen)
-        return out
-
-
 class Components(Projected):
     """Scores from the `rank` components of K in which |q| is largest, summed over the group."""
 

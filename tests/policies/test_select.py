@@ -5,7 +5,6 @@ Methods with a memory run for some steps, with a selector on arrays of this file
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ import oracles
 import pytest
 
 from pyorch import policies
-from pyorch.policies import flexgen, index, lm_infinite, low_rank, oracle, pages
+from pyorch.policies import flexgen, lm_infinite, low_rank, oracle, pages
 from pyorch.policies.base import Heads, Policy, Selector, Step, top
 from pyorch.policies.keyformer import Keyformer, Noise
 from pyorch.policies.prompt import LayerPrompt, _Layer
@@ -122,8 +121,7 @@ def step_at(i: int, q: np.ndarray, k: np.ndarray, scale: float) -> Step:
 
 def noise_of(policy: Keyformer, heads: Heads, n: int):
     """The noise that a Keyformer selector draws, in its order: noise(head, row, position)."""
-    assert policy.noise == "once"
-    fixed = Noise(policy, heads).rows(1, n)[:, :, 0].reshape(heads.n_head, -1)
+    fixed = Noise(policy, heads).of(n).reshape(heads.n_head, -1)
     return lambda head, row, p: float(fixed[head, p])
 
 
@@ -159,10 +157,6 @@ def oracle_of(
         case "page-mean-std":
             parts, score = oracles.mean_std_parts, oracles.mean_std_score
             return oracles.Pages(*base, page=policy.page, parts=parts, score=score)
-        case "index":
-            return oracles.Lists(
-                *base, part=policy.part, sinks=policy.sinks, centroids_of=index.centroids_of
-            )
         case "low-rank":
             matrix = low_rank.projection(heads.n_head_kv, heads.d_k, policy.rank, (0, heads.index))
             return oracles.Projected(*base, matrix=matrix, sinks=4)
@@ -222,40 +216,6 @@ def test_steps(line: str, run: tuple[int, int, int, int, int]) -> None:
         oracle.follow(got)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("line", ["k=9,part=2", "k=1,part=3", "k=30,part=4", "k=12,part=1,sinks=0"])
-def test_lists(
-    monkeypatch: pytest.MonkeyPatch, line: str, run: tuple[int, int, int, int, int]
-) -> None:
-    """Every seventh key is a centroid, so that the test needs no faiss."""
-    monkeypatch.setattr(index, "centroids_of", lambda keys: keys[::7])
-    n, n_step, n_head, n_head_kv, d = run
-    q, k = keys_and_queries(n + n_step, n_head, n_head_kv, d, seed=n)
-    policy, scale = policies.parse(f"index,{line}"), 0.3
-    ours, oracle = selector(policy, q, k, n, scale), oracle_of(policy, q, k, scale)
-    n_clear = 0
-    for i in range(n, n + n_step):
-        oracle.margin = math.inf
-        want = oracle.choose(q[i], k[: i + 1])
-        got = sets(ours.select(step_at(i, q, k, scale)))
-        if oracle.margin > 1e-4:
-            assert got == want, f"position {i}"
-            assert ours.bytes_to_choose == oracle.read * 2 * d
-            n_clear += 1
-    assert n_clear > n_step / 2
-
-
-def test_lists_of_faiss_are_trained() -> None:
-    pytest.importorskip("faiss")
-    at = np.random.default_rng(0).standard_normal((12, 16)).astype(np.float32)
-    keys = np.repeat(at, 50, 0) * np.linspace(1, 2, 600, dtype=np.float32)[:, None]
-    centroids = index.centroids_of(keys)
-    assert centroids.shape == (128, 16) and np.isfinite(centroids).all()
-    assert np.allclose(np.linalg.norm(centroids, axis=1), 1, atol=1e-5)
-    cosine = (keys @ centroids.T).max(1) / np.linalg.norm(keys, axis=1)
-    assert cosine.min() > 0.99
-
-
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "lm-infinite", "streaming-llm"])
 def test_what_is_evicted_never_comes_back(name: str) -> None:
     """k grows with the text, and later rows want the old positions most."""
@@ -297,23 +257,6 @@ def test_alisa_sums_do_not_drift() -> None:
     for positions, weights in list(ours.rows)[-11:]:
         want[positions] += weights
     assert len(ours.rows) == 11 and np.abs(ours.sums - want).max() < 1e-6
-
-
-def test_keyformer_noise_anew_for_each_row() -> None:
-    """noise=row: other numbers for other rows, the same ones in a second session."""
-    q, k = keys_and_queries(80, 4, 2, 16)
-    policy = policies.parse("keyformer,k=12,noise=row")
-    runs = [
-        [
-            s.select(step_at(i, q, k, 0.3)).copy()
-            for s in [selector(policy, q, k, 60, 0.3)]
-            for i in range(60, 80)
-        ]
-        for _ in range(2)
-    ]
-    assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
-    noise = Noise(policy, heads_of(q, k))
-    assert not np.array_equal(noise.rows(2, 5)[:, :, 0], noise.rows(1, 5)[:, :, 0])
 
 
 def test_gumbel_noise() -> None:

@@ -16,8 +16,8 @@ from trace_session import trace, untrace
 from pyorch import engine, policies
 from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
-from pyorch.policies import h2o, index
-from pyorch.policies.base import Heads, Step
+from pyorch.policies import h2o
+from pyorch.policies.base import Heads
 
 N_PROMPT, N_STEP = 200, 12
 
@@ -37,16 +37,9 @@ METHODS = [
     "h2o,k=20",
     "keyformer,k=20",
     "alisa,k=20",
-    "index,k=20,part=4",
 ]
-RATIOS = [f"{name},ratio=1/8" for name in policies.POLICIES if name not in ("flexgen", "index")]
+RATIOS = [f"{name},ratio=1/8" for name in policies.POLICIES if name != "flexgen"]
 RATIOS += ["flexgen,ratio=5/8"]
-
-
-@pytest.fixture(autouse=True)
-def simple_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every seventh key is a centroid of `index`, so that the tests need no faiss."""
-    monkeypatch.setattr("pyorch.policies.index.centroids_of", lambda keys: keys[::7])
 
 
 def tokens_of(session: engine.Session, text: str, n: int = N_PROMPT + N_STEP) -> list[int]:
@@ -57,8 +50,13 @@ def decode(session: engine.Session, tokens: list[int]) -> np.ndarray:
     """Prefill anew all tokens but N_STEP, decode these: their logits (N_STEP, n_vocab)."""
     engine.rewind(session, 0)
     engine.prefill(session, tokens[:-N_STEP])
+    return decoded(session, tokens[-N_STEP:])
+
+
+def decoded(session: engine.Session, tokens: list[int]) -> np.ndarray:
+    """Logits after each of these tokens, one at a time."""
     out = []
-    for t in tokens[-N_STEP:]:
+    for t in tokens:
         engine.decode(session, t)
         out.append(engine.logits(session))
     return np.array(out)
@@ -135,20 +133,8 @@ def test_a_ratio_is_that_share_of_the_bytes(demo: engine.Session, text: str, lin
 
 
 @pytest.mark.parametrize("line", METHODS)
-def test_bytes_by_formula_are_those_counted(
-    demo: engine.Session, text: str, line: str, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With those that a method says it read to choose."""
+def test_bytes_by_formula_are_those_counted(demo: engine.Session, text: str, line: str) -> None:
     tokens = tokens_of(demo, text)
-    said = []
-
-    def select(self: index.IndexSelector, step: Step) -> np.ndarray:
-        positions = real(self, step)
-        said.append(self.bytes_to_choose)
-        return positions
-
-    real = index.IndexSelector.select
-    monkeypatch.setattr(index.IndexSelector, "select", select)
     method = policies.parse(line)
     policies.switch(demo, method)
     decode(demo, tokens)
@@ -162,8 +148,7 @@ def test_bytes_by_formula_are_those_counted(
     lengths = range(N_PROMPT + 1, N_PROMPT + N_STEP + 1)
     read = [method.bytes_read(n_read(method, n, heads), n, heads) for n in lengths]
     n_kv = n_layer * heads.n_head_kv
-    assert bool(said) == line.startswith("index")
-    assert counted.read == pytest.approx(n_kv * np.mean(read) + sum(said) / N_STEP)
+    assert counted.read == pytest.approx(n_kv * np.mean(read))
     assert counted.dense == pytest.approx(n_kv * heads.row * np.mean(lengths))
     assert engine.info(demo).counter("bytes_dense") == pytest.approx(counted.dense * N_STEP)
 
@@ -190,11 +175,7 @@ def test_a_rewound_session_begins_again(demo: engine.Session, text: str, line: s
     policies.switch(demo, policies.parse(line))
     once = decode(demo, tokens)
     engine.rewind(demo, N_PROMPT)
-    again = []
-    for t in tokens[N_PROMPT:]:
-        engine.decode(demo, t)
-        again.append(engine.logits(demo))
-    assert np.array_equal(once, again)
+    assert np.array_equal(once, decoded(demo, tokens[N_PROMPT:]))
 
 
 def test_a_prompt_read_before_is_asked_for(demo: engine.Session, text: str) -> None:
@@ -217,10 +198,7 @@ def test_one_prefill_serves_all_methods(demo_model: Path, demo: engine.Session, 
         for line in lines:
             engine.rewind(s, N_PROMPT)
             policies.switch(s, policies.parse(line))
-            got = []
-            for t in tokens[N_PROMPT:]:
-                engine.decode(s, t)
-                got.append(engine.logits(s))
+            got = decoded(s, tokens[N_PROMPT:])
             policies.switch(demo, policies.parse(line))
             assert np.array_equal(got, decode(demo, tokens))
 
@@ -243,11 +221,8 @@ def test_another_prompt_after_a_rewind(
     decode(demo, tokens[:n])
     engine.rewind(demo, 100)
     engine.prefill(demo, other[100:-N_STEP])
-    got = []
-    for t in other[-N_STEP:]:
-        engine.decode(demo, t)
-        got.append(engine.logits(demo))
-    assert np.abs(np.array(got) - want).max() < 0.01 * want.std()
+    got = decoded(demo, other[-N_STEP:])
+    assert np.abs(got - want).max() < 0.01 * want.std()
 
 
 @pytest.mark.parametrize("where", ["select", "node"])
@@ -276,9 +251,7 @@ def test_ctrl_c_waits_for_the_end_of_the_token(
     with pytest.raises(KeyboardInterrupt):
         engine.decode(demo, tokens[N_PROMPT])
     assert pressed and len(demo.tokens) == N_PROMPT + 1
-    for t in tokens[N_PROMPT + 1 :]:
-        engine.decode(demo, t)
-    assert np.array_equal(engine.logits(demo), want[-1])
+    assert np.array_equal(decoded(demo, tokens[N_PROMPT + 1 :])[-1], want[-1])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -360,7 +333,6 @@ def test_bad_settings_are_refused() -> None:
         "keyformer,tau_end=-1": "tau_end",
         "keyformer,seed=-1": "seed",
         "low-rank,seed=-1": "seed",
-        "keyformer,noise=pink": "noise=row",
         "quest,page=0": "below 1",
         "low-rank,k=20": "needs a rank",
         "low-rank,rank=0": "at least 1",
@@ -438,8 +410,7 @@ def test_the_attention_of_the_prompt_is_that_of_the_library(
         tiny(arch), policies.parse("h2o,k=50"), n_ctx=512, n_threads=1, **cache
     ) as s:
         engine.prefill(s, tokens[:290])
-        for t in tokens[290:]:
-            engine.decode(s, t)
+        decoded(s, tokens[290:])
         assert sorted(rows) == list(range(n_sparse))
         monkeypatch.undo()
         policies.switch(s, policies.parse("h2o,k=50"))
