@@ -11,21 +11,22 @@ PYTEST  = $(RUN)/python -m pytest -q
 WORKERS = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/compilers/*.h ggml_ops/ref/*.[ch] ggml_ops/cpu/*.h ggml_ops/cpu/*.cpp ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp ggml_ops/rpc/*.h ggml_ops/rpc/*.cpp)
 LOWEST  = .venv-lowest
+PINS    = $(shell sed -n 's/^version *//p' patches/UPSTREAM)
 
 # the threads of numpy and of ggml together slow the tests down
 export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
 
 # both build for, and run on, the CPU, even where a GPU is
-test test-server test-all: export SPARQ_CUDA = 0
+test test-server test-all test-archs archs-table: export SPARQ_CUDA = 0
 # threads that spin while they wait take the core that another process of the tests needs
-test test-server test-all test-lowest: export OMP_WAIT_POLICY = passive
+test test-server test-all test-archs archs-table test-lowest: export OMP_WAIT_POLICY = passive
 
 test: build $(DEV)      ## build, then the quick tests
 	$(PYTEST) $(WORKERS) -m 'not slow and not gpu' $(ARGS)
@@ -35,6 +36,14 @@ test-server: build $(DEV) ## builds llama-server, then the quick tests of it
 
 test-all: build $(DEV)  ## every test that runs without a GPU; builds llama-server, and makes the converter's environment
 	$(PYTEST) $(WORKERS) -m 'not gpu' $(ARGS)
+
+test-archs: build $(DEV) ## every architecture of llama.cpp, of both pins; the first thing after moving a pin
+	@set -e; for pin in $(PINS); do SPARQ_LLAMA_PIN=$$pin $(RUN)/sparq-cpp build && \
+	    SPARQ_LLAMA_PIN=$$pin $(PYTEST) -n auto --maxprocesses 4 tests/archs $(ARGS); done
+
+archs-table: build $(DEV) ## writes what that suite finds to docs/architectures.md
+	@set -e; for pin in $(PINS); do SPARQ_LLAMA_PIN=$$pin $(RUN)/sparq-cpp build && \
+	    SPARQ_LLAMA_PIN=$$pin $(RUN)/python tests/archs/suite.py; done
 
 test-gpu: build $(DEV)  ## with a CUDA device: the op tests on it, CPU against CUDA, decode, compute-sanitizer
 	SPARQ_TEST_DEVICE=cuda $(PYTEST) -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py

@@ -91,11 +91,23 @@ def right_or_wrong() -> float:
     return (r.difference_high - r.difference_low) / 2
 
 
+def architectures() -> tuple[int, int]:
+    """Of how many the suite of docs/architectures.md ran a model, on the first pin, and how many
+    of them had sparse layers."""
+    page = (ROOT / "docs" / "architectures.md").read_text("utf-8")
+    said = re.findall(r"(?m)^\| `[^`]+` \| ([^|]+) \|", page)
+    made = [x for x in said if not x.startswith("not made")]
+    sparse = [x.strip() for x in made if x.startswith("sparse")]
+    assert set(sparse) == {"sparse", "sparse, but for: sliding-window layer"}
+    return len(made), len(sparse)
+
+
 def sentences() -> list[str]:
     """What the README says, with the numbers of the records. Words may be wrapped anywhere."""
     whole = "prompt_time.jsonl", 32000
     fast, sparse = "ours, fast", "ours, sparse"
     assert right("off") == right("sparq,ratio=1/8")
+    n_made, n_sparse = architectures()
     return [
         f"is {token(16384)} times as fast as llama.cpp's at 16k positions, {token(65536)} times "
         f"at 64k and {token(131072)} times at 128k",
@@ -110,6 +122,8 @@ def sentences() -> list[str]:
         f"`prompt=sparse` makes it {prompt(*whole, sparse, repack=False)} times",
         f"Eight users with 4,096 positions each get [{users()} "
         "times](docs/measurements.md#many-users-at-once) as many tokens",
+        f"Of the {n_made} architectures that llama.cpp's own test makes models of, {n_sparse} run "
+        f"sparse in all layers that keep every position",
         f"attention by itself is {on_gpu(32768)}x as fast as dense at 32k positions of Llama-2-7B "
         f"and {on_gpu(131072)}x at 128k. Whole tokens gain {gpu_token(32768)}x at 32k "
         f"and {gpu_token(46080)}x at 45k, and nothing at 8k",

@@ -10,36 +10,42 @@
 #include "sparse-reasons.h"
 
 #include <cstring>
+#include <typeinfo>
 
 using access = llama_sparse_access;
 
+// x, if it is of this very class: one that derives from it keeps more than K and V, say the keys of an indexer, and attends by itself
+template <typename T, typename U> static T * exactly(U * x) {
+    return x && typeid(*x) == typeid(T) ? static_cast<T *>(x) : nullptr;
+}
+
 llama_kv_cache * llama_sparse_find_cache(llama_memory_i * memory) {
-    if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
+    if (auto * kv = exactly<llama_kv_cache>(memory)) {
         return kv;
     }
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+    if (auto * iswa = exactly<llama_kv_cache_iswa>(memory)) {
         return iswa->get_base();
     }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+    if (auto * hybrid = exactly<llama_memory_hybrid>(memory)) {
         return hybrid->get_mem_attn();
     }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+    if (auto * hybrid = exactly<llama_memory_hybrid_iswa>(memory)) {
         return hybrid->get_mem_attn()->get_base();
     }
     return nullptr;
 }
 
 const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_context_i * mctx) {
-    if (auto * kv = dynamic_cast<const llama_kv_cache_context *>(mctx)) {
+    if (auto * kv = exactly<const llama_kv_cache_context>(mctx)) {
         return kv;
     }
-    if (auto * iswa = dynamic_cast<const llama_kv_cache_iswa_context *>(mctx)) {
+    if (auto * iswa = exactly<const llama_kv_cache_iswa_context>(mctx)) {
         return iswa->get_base();
     }
-    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_context *>(mctx)) {
+    if (auto * hybrid = exactly<const llama_memory_hybrid_context>(mctx)) {
         return hybrid->get_attn();
     }
-    if (auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa_context *>(mctx)) {
+    if (auto * hybrid = exactly<const llama_memory_hybrid_iswa_context>(mctx)) {
         return hybrid->get_attn()->get_base();
     }
     return nullptr;

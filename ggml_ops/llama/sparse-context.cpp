@@ -39,6 +39,9 @@ static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
     const auto &  hparams = ctx.get_model().hparams;
     const int32_t n_layer = (int32_t) hparams.n_layer();
 
+    if (spec.method != LLAMA_SPARSE_OFF && ctx.get_model().arch == LLM_ARCH_GROK) {
+        throw llama_sparse_error("sparse attention lacks the scale of Grok's logits", "run this model with sparse attention off");
+    }
     if (spec.method != LLAMA_SPARSE_OFF && !ctx.get_cparams().flash_attn) {
         throw llama_sparse_error("sparse attention needs flash attention, which is off in this context",
                 "create the context with flash attention on (-fa on; flash_attn=True in llama-cpp-python): V is stored transposed without it");
@@ -150,6 +153,9 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
     state->sequences = {};
     state->n_layer   = (int32_t) ctx.get_model().hparams.n_layer();
     state->reason    = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";
+    if (!state->reason.empty()) {
+        LLAMA_LOG_WARN("sparse attention %s: all layers stay dense: %s\n", spec.str().c_str(), state->reason.c_str());
+    }
 
     llama_sparse_new_graphs(ctx);
     seal_early(ctx);

@@ -320,10 +320,13 @@ ggml_tensor * llama_sparse_build_attn(
         const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
         ggml_tensor * kq_b, ggml_tensor * kq_mask, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
     const llama_kv_cache_context * mctx = nullptr;
-    if (!g.cparams.sparse || g.cparams.sparse->is_off() || !kq_mask || !find_cache(g, kq_mask, &mctx)) {
+    if (!g.cparams.sparse || g.cparams.sparse->is_off() || !llama_sparse_find_cache(g.mctx) || !kq_mask || !find_cache(g, kq_mask, &mctx)) {
         return nullptr;
     }
-    auto & inp = *llm_graph_input_sparse::of(g, mctx);
+    if (kq_mask->ne[3] != k->ne[3]) { // a graph that only measures, for MiniMax-01 with one sequence, while k is of all
+        return nullptr;
+    }
+    auto & inp = *llm_graph_input_sparse::of(g);
     if (inp.tok.is_stock) {
         inp.layers.push_back({ il, "off", true });
         return nullptr;

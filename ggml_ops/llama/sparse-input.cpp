@@ -43,7 +43,7 @@ std::bitset<LLAMA_MAX_SEQ> llama_sparse_replying(llama_kv_cache * kv, const llam
 
 static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & state, const llama_kv_cache_context * mctx, const llama_ubatch & ubatch) {
     // a graph that measures stands for a step of one token per sequence, or for a prompt
-    const bool is_reserve = mctx && access::is_reserve(*mctx);
+    const bool is_reserve = access::is_reserve(*mctx);
     const bool is_step    = ubatch.n_tokens == ubatch.n_seqs_unq;
     llm_graph_input_sparse::tokens res = { ubatch.n_tokens, 0, ubatch.n_tokens, 0, !is_reserve, false, {} };
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
@@ -67,7 +67,7 @@ static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & sta
     }
     if (res.n_reply == 0) {
         res.lo = 0;
-    } else if (mctx && access::kv(*mctx).get_n_stream() > 1) {
+    } else if (access::kv(*mctx).get_n_stream() > 1) {
         res.lo = 0;
         res.hi = res.n;
     }
@@ -83,22 +83,22 @@ bool llm_graph_input_sparse::tokens::same_graph(const tokens & other) const {
 // the graph
 //
 
-llm_graph_input_sparse * llm_graph_input_sparse::of(const llm_graph_context & g, const llama_kv_cache_context * mctx) {
+llm_graph_input_sparse * llm_graph_input_sparse::of(const llm_graph_context & g) {
     for (auto & input : g.res->inputs) {
         if (auto * inp = dynamic_cast<llm_graph_input_sparse *>(input.get())) {
             return inp;
         }
     }
-    auto inp = std::make_unique<llm_graph_input_sparse>(g, mctx ? mctx : llama_sparse_find_cache(g.mctx));
+    auto inp = std::make_unique<llm_graph_input_sparse>(g, llama_sparse_find_cache(g.mctx));
     return static_cast<llm_graph_input_sparse *>(g.res->add_input(std::move(inp)));
 }
 
 llm_graph_input_sparse::llm_graph_input_sparse(const llm_graph_context & g, const llama_kv_cache_context * mctx) :
-    state(g.cparams.sparse), mctx(mctx), tok(find_tokens(*state, mctx, g.ubatch)), n_kv(mctx ? mctx->get_n_kv() : 0),
-    n_stream(mctx ? access::sinfo(*mctx).s1 - access::sinfo(*mctx).s0 + 1 : 1) {
+    state(g.cparams.sparse), mctx(mctx), tok(find_tokens(*state, mctx, g.ubatch)), n_kv(mctx->get_n_kv()),
+    n_stream(access::sinfo(*mctx).s1 - access::sinfo(*mctx).s0 + 1) {
     const auto add = [&](const std::shared_ptr<const llama_sparse_spec> & own) {
         const auto & spec = own ? *own : state->spec;
-        settings.push_back({ own, spec, mctx ? llama_sparse_score_shares(kv(), spec, state->n_layer) : std::vector<double>{} });
+        settings.push_back({ own, spec, llama_sparse_score_shares(kv(), spec, state->n_layer) });
     };
     if (tok.has_common || tok.own.empty()) {
         add(nullptr);
@@ -182,9 +182,6 @@ bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
         return false;
     }
     tok = now;
-    if (!mctx || !next) {
-        return !mctx && !next;
-    }
     mctx = next;
     if (n_kv != mctx->get_n_kv()) {
         return false;
@@ -358,9 +355,7 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     mark(keep_prompts, 0.0f, 1.0f);
 
     state->n_steps += tok.n_reply;
-    if (mctx) {
-        account(ubatch);
-    }
+    account(ubatch);
     const bool tells = tok.n_reply > 0 && !tok.is_stock;
     if (tells && state->layers.size() != layers.size()) {
         state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated

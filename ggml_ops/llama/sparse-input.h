@@ -11,8 +11,8 @@
 
 class llm_graph_input_sparse : public llm_graph_input_i {
 public:
-    // the one of this graph, made by the first layer that asks. mctx: may be nullptr, then the cache is looked for
-    static llm_graph_input_sparse * of(const llm_graph_context & g, const llama_kv_cache_context * mctx);
+    // the one of this graph, made by the first layer that asks
+    static llm_graph_input_sparse * of(const llm_graph_context & g);
 
     llm_graph_input_sparse(const llm_graph_context & g, const llama_kv_cache_context * mctx);
 
@@ -20,7 +20,7 @@ public:
     bool can_reuse(const llm_graph_params & params) override;
 
     const std::shared_ptr<llama_sparse_state> state;
-    const llama_kv_cache_context *            mctx; // nullptr: an architecture without a plain KV cache
+    const llama_kv_cache_context *            mctx;
 
     // Tokens of the ubatch, some of which are replies: decoded ones
     struct tokens {

@@ -10,10 +10,11 @@
 using access = llama_sparse_access;
 
 const char * llama_sparse_why_not(const llama_kv_cache & kv) {
-    return access::has_other(kv)        ? "the cells are shared with another cache" :
-            access::v_trans(kv)          ? "flash attention is off" :
-            access::layers(kv).empty()   ? "the cache has no layers" :
-           access::hparams(kv).is_mla() ? "multi-head latent attention" : "";
+    return access::has_other(kv)                   ? "the cells are shared with another cache" :
+            access::v_trans(kv)                     ? "flash attention is off" :
+            access::layers(kv).empty()              ? "the cache has no layers" :
+            access::hparams(kv).n_rel_attn_bkts > 0 ? "attention with a learned bias" :
+           access::hparams(kv).is_mla()            ? "multi-head latent attention" : "";
 }
 
 const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) {

@@ -43,8 +43,8 @@ class Split:
 class LayerCost:
     """The bytes of K, V and the shadow that a decoded token reads in one layer.
 
-    `ours`: our ops read and count them, unless attention is off. Layers with a sliding window or
-    latent attention stay with llama.cpp, whatever the settings are.
+    `ours`: our ops read and count them, unless attention is off. Layers with a sliding window, and
+    all layers of some architectures, stay with llama.cpp, whatever the settings are.
     """
 
     il: int
@@ -138,14 +138,14 @@ def layer_costs(
     out = []
     full = [il for il in geo.kv_layers if not geo.windows.of(il)]
     for il in geo.kv_layers:
-        n_head, n_head_kv, (d_k, d_v) = geo.n_head[il], geo.n_head_kv[il], geo.head_dims(il)
-        row = d_k * k_bytes + d_v * v_bytes  # the bytes of one position and head
+        n_head, n_head_kv, d_k = geo.n_head[il], geo.n_head_kv[il], geo.head_dims(il)[0]
+        row = _row_bytes(geo, il, k_bytes, v_bytes)
         window = geo.windows.of(il)
         n_seen = geo.windows.visible(il, n_pos)
         if window:
             s = _dense(n_seen, d_k, f"sliding window of {window}")
-        elif geo.is_mla:
-            s = _dense(n_seen, d_k, "multi-head latent attention")
+        elif geo.why_dense:
+            s = _dense(n_seen, d_k, geo.why_dense)
         else:
             s = split(spec, n_pos, d_k, row / (2 * d_k), il=il, cached=full)
         dense = read = n_seen * row
@@ -155,9 +155,15 @@ def layer_costs(
                 sums = mean_bytes(n_pos, geo.head_dim_v, geo.head_dim_v * v_bytes)
             read = _scan_bytes(spec, s, geo, n_pos, k_bytes) + sums + s.topk * row
         dense, read = int(dense * n_head_kv), int(read * n_head_kv)
-        ours = not window and not geo.is_mla
+        ours = not window and not geo.why_dense
         out.append(LayerCost(il, n_head, n_head_kv, s, dense, read, ours))
     return out
+
+
+def _row_bytes(geo: Geometry, il: int, k_bytes: float, v_bytes: float) -> float:
+    """The bytes of one position of a KV head in the cache."""
+    d_k, d_v = geo.head_dims(il)
+    return d_k * k_bytes + (0 if geo.is_mla else d_v * v_bytes)
 
 
 def _scan_bytes(spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, k_bytes: float) -> float:
@@ -202,12 +208,11 @@ def cache_bytes(
     """
     total = 0.0
     for il in geo.kv_layers:
-        d_k, d_v = geo.head_dims(il)
         window = geo.windows.of(il)
         n = n_ctx
         if window and n_batch is not None:
             n = -(-min(n_ctx, window + n_batch) // CELLS) * CELLS
-        row = d_k * type_k.bytes_per_element + d_v * type_v.bytes_per_element
+        row = _row_bytes(geo, il, type_k.bytes_per_element, type_v.bytes_per_element)
         total += n * row * geo.n_head_kv[il] * (il < geo.n_own_cache)
     return int(total)
 
@@ -219,7 +224,7 @@ def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
     V, and the sums of V take 1.7 % more. Rows of f16 leave out the last group of the context; each
     row of codes or scales is an odd number of cache lines.
     """
-    if spec.method != "sparq" or geo.is_mla:
+    if spec.method != "sparq" or geo.why_dense:
         return 0
     if spec.shadow == "f16":
         row = (n_ctx - 1) // GROUP * GROUP * SHADOW_BYTES[spec.shadow]

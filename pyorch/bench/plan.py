@@ -365,7 +365,7 @@ def check(planned: Iterable[tuple[Path, Sequence[Case]]]) -> None:
         for c in group:
             spec = resolve(c.spec, model)
             check_against_model(spec, geo.head_dim_k, geo.n_layer)
-            if not (c.n_gen and spec.sparse) or geo.is_mla:
+            if not (c.n_gen and spec.sparse) or geo.why_dense:
                 continue
             # what the first token sees; the very first of a text counts as its prompt
             n_pos = max(c.n_depth, 1) + 1

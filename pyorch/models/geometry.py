@@ -29,7 +29,7 @@ class Geometry:
     head_dim_k: int
     head_dim_v: int
     n_ctx_train: int
-    is_mla: bool  # multi-head latent attention: no separate K and V
+    is_mla: bool  # multi-head latent attention: the cache keeps K alone, and V is a part of it
     n_params: int
     weight_bytes: int  # all tensors
     weight_bytes_per_token: int  # the tensors that one decoded token reads
@@ -43,6 +43,12 @@ class Geometry:
     def kv_layers(self) -> list[int]:
         """The layers that read a KV cache, by number."""
         return [il for il, n in enumerate(self.n_head_kv) if n > 0]
+
+    @property
+    def why_dense(self) -> str:
+        """Why no layer of this model can be sparse, in the words of the library; "" if one can."""
+        latent = "multi-head latent attention" if self.is_mla else ""
+        return layers.WHY_DENSE.get(self.arch, latent)
 
     def head_dims(self, il: int) -> tuple[int, int]:
         """The head sizes of K and V in layer `il`."""
@@ -94,7 +100,8 @@ def geometry(file: GGUFFile) -> Geometry:
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
         n_ctx_train=number("context_length"),
-        is_mla=number("attention.kv_lora_rank", 0) > 0,
+        # without it llama.cpp expands the latent vectors and keeps K and V as other models do
+        is_mla=number("attention.key_length_mla", 0) > 0,
         n_params=sum(math.prod(t.shape) for t in file.tensors),
         weight_bytes=sum(t.n_bytes for t in file.tensors),
         weight_bytes_per_token=_weight_bytes_per_token(file),

@@ -80,7 +80,7 @@ def _check_heads(file: GGUFFile, geo: Geometry) -> None:
     for key in ("rope.dimension_count", "rope.dimension_count_swa"):
         n_rot = m.get(key, 0)
         need(key, n_rot, _is_number(n_rot, 0, longest) and n_rot % 2 == 0)
-    if "attention.key_length_mla" in m:  # the cache holds the latent vector
+    if geo.is_mla:  # the cache holds the latent vector
         rank, n_rot = m.get("attention.kv_lora_rank"), m.get("rope.dimension_count", 0)
         need("attention.kv_lora_rank", rank, rank == geo.head_dim_v == geo.head_dim_k - n_rot)
     if geo.is_mla or any(k.endswith("_length_swa") for k in m):

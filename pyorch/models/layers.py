@@ -79,6 +79,28 @@ WINDOWS = {
 # the last of this many layers attends, and the others are recurrent; a file may say otherwise
 INTERVALS = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4, "qwen4exp": 4}
 
+# Architectures without a layer that we can serve, and what the library says of them. The suite of
+# all architectures (make test-archs) compares the two. Latent attention is told by the file's keys.
+_OTHER_CACHE = "this architecture has no plain KV cache"
+WHY_DENSE = {
+    "deepseek32": _OTHER_CACHE,
+    "deepseek4": _OTHER_CACHE,
+    "dots3note": _OTHER_CACHE,
+    "dream": _OTHER_CACHE,
+    "glm-dsa": _OTHER_CACHE,
+    "glm5-next": _OTHER_CACHE,
+    "grok": "sparse attention lacks the scale of Grok's logits",
+    "hy_v4": _OTHER_CACHE,
+    "llada": _OTHER_CACHE,
+    "llada-moe": _OTHER_CACHE,
+    "mamba": _OTHER_CACHE,
+    "mamba2": _OTHER_CACHE,
+    "minimax-m3": _OTHER_CACHE,
+    "qwen4exp": _OTHER_CACHE,
+    "rnd1": _OTHER_CACHE,
+    "t5": "attention with a learned bias",
+}
+
 
 def windows(arch: str, n_layer: int, keys: Mapping[str, Any]) -> Windows:
     """The windows that llama.cpp gives the layers of a model.
@@ -108,12 +130,16 @@ def windows(arch: str, n_layer: int, keys: Mapping[str, Any]) -> Windows:
 
 
 def recurrent(arch: str, n_layer: int, keys: Mapping[str, Any]) -> list[bool]:
-    """Which layers have a recurrent state instead of a KV cache, if their heads do not show it.
+    """Which layers have no KV cache, if their heads do not show it: those with a recurrent state,
+    and in Nemotron-H those that are a feed-forward network.
 
     Args:
         n_layer, keys: as for `windows`: `attention.recurrent_layers`, a list with an entry per
-            layer, or `full_attention_interval`.
+            layer, or `full_attention_interval`; `feed_forward_length`, a list too.
     """
+    n_ff = keys.get("feed_forward_length")
+    if arch in ("nemotron_h", "nemotron_h_moe") and isinstance(n_ff, list):
+        return [il < len(n_ff) and bool(n_ff[il]) for il in range(n_layer)]
     if arch not in INTERVALS:
         return [False] * n_layer
     listed, interval = keys.get("attention.recurrent_layers"), keys.get("full_attention_interval")

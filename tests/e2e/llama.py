@@ -234,17 +234,24 @@ class Context:
                 logits == "all" or (logits == "last" and last[seq] == i)
                 for i, (*_, seq) in enumerate(tokens)
             ]
+        result = bindings().llama_decode(self.handle, self._filled(tokens, logits))
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return result
+
+    def encode(self, tokens: Sequence[Token]) -> int:
+        """llama_encode, of the text that a decoder's cross-attention sees; returns its result."""
+        return bindings().llama_encode(self.handle, self._filled(tokens, [False] * len(tokens)))
+
+    def _filled(self, tokens: Sequence[Token], logits: Sequence[bool]) -> Any:
         b = self._batch
         b.n_tokens = len(tokens)
         for i, (token, position, seq) in enumerate(tokens):
             b.token[i], b.pos[i], b.n_seq_id[i] = token, position, 1
             b.seq_id[i][0] = seq
             b.logits[i] = logits[i]
-        result = bindings().llama_decode(self.handle, b)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return result
+        return b
 
     def logits(self, i: int = -1) -> np.ndarray:
         """(n_vocab,) of token `i` of the last batch."""

@@ -19,7 +19,7 @@ from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
-from pyorch.models.layers import INTERVALS, WINDOWS, Windows, recurrent, windows
+from pyorch.models.layers import INTERVALS, WHY_DENSE, WINDOWS, Windows, recurrent, windows
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -86,11 +86,18 @@ def test_recurrent_layers() -> None:
     assert recurrent("qwen35", 2, {"full_attention_interval": 2}) == [True, False]
     assert recurrent("qwen35", 2, {"attention.recurrent_layers": [False, True]}) == [False, True]
     assert recurrent("llama", 2, {}) == [False, False]
+    assert recurrent("nemotron_h", 3, {"feed_forward_length": [0, 96, 0]}) == [False, True, False]
 
 
 @pytest.mark.parametrize("line", ["sparq,ratio=1/8,min_ctx=0,min_k=16", "topk,k=40,min_ctx=0,ramp"])
 @pytest.mark.parametrize(
-    ("arch", "full"), [("gemma2", [1, 3, 5]), ("gemma3", [5]), ("gpt-oss", [1, 3, 5])]
+    ("arch", "full"),
+    [
+        ("gemma2", [1, 3, 5]),
+        ("gemma3", [5]),
+        ("gpt-oss", [1, 3, 5]),
+        ("deepseek2-unpacked", list(range(7))),  # from latent vectors, but K and V in the cache
+    ],
 )
 def test_prediction_is_what_the_library_counts(
     tmp_path: Path, arch: str, full: list[int], line: str
@@ -114,7 +121,7 @@ def test_prediction_is_what_the_library_counts(
         assert info.counter("bytes_read") == pytest.approx(read, rel=0.01)
         assert info.shadow_bytes == shadow_bytes(s.geometry, s.n_ctx, spec)
     row = 2 * 2 * 32 * 2  # bytes of K and V of a position: f16, d 32, 2 KV heads
-    assert {c.bytes_read for c in costs if not c.ours} == {64 * row}
+    assert all(c.bytes_read == 64 * row for c in costs if not c.ours)
 
 
 def test_memory_is_what_the_library_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -127,6 +134,42 @@ def test_memory_is_what_the_library_takes(tmp_path: Path, caplog: pytest.LogCapt
     sizes = re.findall(r"llama_kv_cache: size = +([\d.]+) MiB", caplog.text)
     assert len(sizes) == 2 and sum(map(float, sizes)) == predicted / 2**20 == 14
     assert cut == (4096 + 6 * 768) * 2 * 2 * 64 * 2  # 64 + 512, in blocks of 256
+
+
+def test_latent_attention_keeps_k_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tiny_models.write(tmp_path / "m.gguf", "deepseek2", n_layer=4)
+    caplog.set_level(logging.INFO, "pyorch.llama")
+    with engine.load(file, n_ctx=4096, n_threads=1) as s:
+        geo, f16 = s.geometry, engine.cache_type("f16")
+    sizes = re.findall(r"llama_kv_cache: size = +([\d.]+) MiB", caplog.text)
+    predicted = cache_bytes(geo, 4096, f16, f16)
+    assert [float(x) for x in sizes] == [pytest.approx(predicted / 2**20, abs=0.005)]
+    spec = parse_spec("sparq,ratio=1/8")
+    costs = layer_costs(geo, spec, 4096)
+    assert sum(c.bytes_dense for c in costs) == sum(c.bytes_read for c in costs) == predicted
+    assert {c.split.reason for c in costs} == {"multi-head latent attention"}
+    assert not any(c.ours for c in costs) and shadow_bytes(geo, 4096, spec) == 0
+
+
+def test_a_file_that_llama_cpp_saved_is_read(tmp_path: Path) -> None:
+    """It has the keys of latent attention in files of all architectures, as zeros."""
+    m = tiny_models.make("llama", n_layer=2)
+    plain = geometry(read_gguf(tiny_models.save(m, tmp_path / "a.gguf")))
+    m.keys |= {"attention.key_length_mla": 0, "attention.value_length_mla": 0}
+    assert geometry(read_gguf(tiny_models.save(m, tmp_path / "b.gguf"))) == plain
+
+
+@pytest.mark.parametrize("arch", WHY_DENSE)
+def test_nothing_is_promised_where_the_library_runs_dense(tmp_path: Path, arch: str) -> None:
+    """make test-archs compares the reasons with the library's own."""
+    file = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
+    llama, spec = geometry(read_gguf(file)), parse_spec("sparq,ratio=1/8")
+    assert all(c.ours and not c.split.dense for c in layer_costs(llama, spec, 4096))
+    geo = dataclasses.replace(llama, arch=arch)
+    costs = layer_costs(geo, spec, 4096)
+    assert {c.split.reason for c in costs} == {WHY_DENSE[arch]} and not any(c.ours for c in costs)
+    assert sum(c.bytes_read for c in costs) == sum(c.bytes_dense for c in costs)
+    assert shadow_bytes(geo, 4096, spec) == 0 < shadow_bytes(llama, 4096, spec)
 
 
 def test_explain_tells_layers_with_a_window_apart(run: Run, tmp_path: Path) -> None:
