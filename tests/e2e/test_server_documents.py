@@ -79,7 +79,7 @@ def test_documents_of_other_models(
     with engine.load(path, attention=SPARSE, n_ctx=2048) as s:
         book = engine.read_document(s, tmp_path / "book.kv", reading(1800))
     whole = document_file.content(book)[1]
-    prompts = [whole + " who?", "short", whole + " why?", whole[:1200] + " so?"]
+    prompts = [whole + " who?", "short", whole + " why?", "short", whole[:1200] + " so?"]
     args = ("-m", path, *COMMON, "--cache-ram", 0, "-lv", 4)
     with serving(server_dir, tmp_path / "log", *args) as url:
         wanted = [complete(url, p, cache_prompt=False)["content"] for p in prompts]
@@ -91,7 +91,7 @@ def test_documents_of_other_models(
             assert [f["content"] for f in found] == wanted
             new = [f["timings"]["prompt_n"] for f in found]
             assert new[0] == new[2] == 5
-            assert (new[3] == 4) if arch == "gemma3" else (new[3] > 1200), new
+            assert (new[4] == 4) if arch == "gemma3" else (new[4] > 1200), new
     said = "recurrent layers need one after all of them"
     assert (said in log.read_text()) == (arch == "lfm2")
 
@@ -108,7 +108,6 @@ def test_a_restored_slot_reads_nothing_again(server_dir: Path, tmp_path: Path, a
         goes_on += [*first["tokens"], 100, 101, 102]
         wanted = complete(url, goes_on, id_slot=0)
         assert wanted["timings"]["prompt_n"] <= 4
-    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o600
     with serving(server_dir, tmp_path / "log2", *args) as url:
         ask(f"{url}/slots/1?action=restore", {"filename": "kept"})
         found = complete(url, goes_on, id_slot=1)
