@@ -189,6 +189,8 @@ struct known_document {
     uint32_t    n_tokens = 0;
     uint64_t    image_at = 0;
     std::vector<llama_token> tokens;
+
+    bool has(const char * what) const { return kind.find(what) < kind.find('\n'); }
 };
 
 // SPARQ_DOCUMENTS is a file with three lines for each document: its path, "tokens image_at tokens_at", and its kind with | for the line feed
@@ -243,6 +245,13 @@ void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {
     model->hparams.n_ctx_train = std::max(model->hparams.n_ctx_train, n_ctx);
 }
 
+bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_held) {
+    const auto * memory  = llama_get_memory(ctx);
+    const llama_pos next = (llama_pos) n_held, n_swa = llama_model_n_swa(&ctx->get_model());
+    const llama_pos least = memory->seq_pos_min(slot);
+    return n_swa > 0 && least > 0 && least <= next + 1 - n_swa && memory->seq_pos_max(slot) == next - 1;
+}
+
 bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held,
         const char * why_not, std::vector<llama_token> & tokens) {
     constexpr size_t WORTH = 256; // so many tokens more; fewer are evaluated as fast as a document is opened
@@ -250,6 +259,12 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
     size_t n_best = n_held + WORTH;
     for (const auto & d : documents()) {
         if (const size_t n = n_common(prompt, d.tokens); n > n_best) {
+            // recurrent layers know a text to its end alone, and a token after it has to be evaluated
+            if (d.has(",state=") && (n < d.tokens.size() || n == prompt.size())) {
+                LLAMA_LOG_WARN("sparse document: slot %d, %s is not used: the prompt has %zu of its %zu tokens, and recurrent layers need one after "
+                        "all of them\n", slot, d.path.c_str(), n, d.tokens.size());
+                continue;
+            }
             best   = &d;
             n_best = n;
         }
@@ -264,13 +279,15 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
     char err[512] = "cannot be opened";
     const auto & d = *best;
+    // windows that keep the newest alone have to be those before the place where the prompt goes on
+    const uint32_t n_open = d.has(",windows") ? n_best : d.n_tokens;
     bool is_open = false;
     if (const int fd = open(d.path.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
-        is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0;
+        is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, n_open, d.kind.c_str(), err, sizeof(err)) >= 0;
         close(fd);
     }
     if (is_open) {
-        tokens = best->tokens;
+        tokens.assign(d.tokens.begin(), d.tokens.begin() + n_open);
         LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
     } else {
         llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);

@@ -83,6 +83,23 @@ LLAMA_API bool llama_sparse_has_documents();
 LLAMA_API bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held,
         const char * why_not, std::vector<llama_token> & tokens);
 
+// Does the cache hold, of layers with a sliding window, all that the token after the n_held ones of this slot sees?
+LLAMA_API bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_held);
+
+// llama-server: a prompt begins in a slot that was restored from a file. Of layers with a window the file has what the next token sees, and no more,
+// where llama-server asks for a position more and would read all again; a checkpoint of what is there lets it go on
+template <typename Slot, typename Task> void llama_sparse_window_use(Slot & slot, const Task & task) {
+    auto & prompt = slot.prompt;
+    const size_t n = prompt.tokens.size();
+    if (task.is_child() || !prompt.checkpoints.empty() || n == 0 || prompt.tokens.get_common_prefix(task.tokens) < n ||
+            task.tokens.size() == n || !llama_sparse_has_window(slot.ctx_tgt, slot.id, n)) {
+        return;
+    }
+    auto & checkpoint = prompt.checkpoints.emplace_back();
+    checkpoint.update_pos(n, 0, n); // from the beginning, as far as the tokens from n on can tell
+    checkpoint.update_tgt(slot.ctx_tgt, slot.id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+}
+
 // Does `--override-kv KEY=..` change what K and V are, beside the rotations, which a document knows?
 LLAMA_API bool llama_sparse_override_matters(const char * key);
 
@@ -121,6 +138,7 @@ void llama_sparse_document_use(const Params & params, Slot & slot, const Task & 
     if (!llama_sparse_same_adapters(&slot, llama_sparse_adapters_of(slot))) {
         slot.prompt.clear();
     }
+    llama_sparse_window_use(slot, task);
     if (!llama_sparse_has_documents() || task.is_child()) { // a child copies what its parent holds
         return;
     }

@@ -93,8 +93,8 @@ LLAMA_API void llama_sparse_attn_reset_counters(struct llama_context * ctx);
 LLAMA_API int64_t llama_sparse_attn_seal(struct llama_context * ctx);
 
 // Documents: what a sequence has read, in a file that the program lays out; here it is a descriptor, and the offset of the image in the file, a
-// multiple of 65536. The image holds K and V of n_pos positions, and the transposed K. For models whose layers all have a plain KV cache; the cells
-// of the sequence must lie one after another, as in an empty cache. A file that is open may not be made shorter. < 0: failed, err says why.
+// multiple of 65536. The image holds K and V of n_pos positions, the state of recurrent layers, and the transposed K. The cells of the sequence must lie
+// one after another, as in an empty cache. A file that is open may not be made shorter. < 0: failed, err says why.
 
 // the bytes of an image
 LLAMA_API int64_t llama_sparse_document_bytes(struct llama_context * ctx, uint32_t n_pos, char * err, size_t n_err);
@@ -102,7 +102,8 @@ LLAMA_API int64_t llama_sparse_document_bytes(struct llama_context * ctx, uint32
 // Writes what K and V of this context are, a line feed, and what its transposed K is, "" if there is none. Returns the length
 LLAMA_API int64_t llama_sparse_document_kind(struct llama_context * ctx, char * buf, size_t n_buf);
 
-// Writes K and V of positions [from, to), from <= to <= n_pos
+// Writes K and V of positions [from, to), from <= to <= n_pos, and the state of recurrent layers, which must be that after `to`. Where layers with a
+// window keep only the newest positions (no --swa-full) it fails
 LLAMA_API int64_t llama_sparse_document_write(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         uint32_t from, uint32_t to, char * err, size_t n_err);
 
@@ -111,10 +112,10 @@ LLAMA_API int64_t llama_sparse_document_write(struct llama_context * ctx, llama_
 LLAMA_API int64_t llama_sparse_document_write_shadow(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         char * err, size_t n_err);
 
-// Gives an empty sequence the first n_read positions of the image. Where the system can, K and V become pages of the file, and are read from it when
-// a token reads them; what is written to them later stays in memory. The transposed K is copied if all n_pos positions are read and `kind`, that of
-// the context that wrote the image, is this context's; otherwise it is made anew. The tokens count as those of a prompt. Returns the bytes that are
-// mapped
+// Gives an empty sequence the first n_read positions of the image; with recurrent layers, as many as it had when their state was written. Where the
+// system can, K and V become pages of the file, and are read from it when a token reads them; what is written to them later stays in memory. The
+// transposed K is copied if all n_pos positions are read and `kind`, that of the context that wrote the image, is this context's; otherwise it is made
+// anew. The tokens count as those of a prompt. Returns the bytes that are mapped
 LLAMA_API int64_t llama_sparse_document_open(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read,
         const char * kind, char * err, size_t n_err);
 

@@ -406,6 +406,7 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
         _interruptible(chat.interactive) as stopped,
         progress_bar("reading", of="tokens") as progress,
     ):
+        chat_documents.keep_first(chat, prompt, progress, stopped)
         pieces = engine.generate(
             chat.session,
             prompt,

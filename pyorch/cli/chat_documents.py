@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from pyorch.cli.loading import open_document
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Size
 from pyorch.errors import SparqError
+from pyorch.progress import Progress
 from pyorch.text_file import read_text
 
 if TYPE_CHECKING:
@@ -149,6 +150,22 @@ def limit() -> int:
     except SparqError:
         said = f"SPARQ_DOCUMENTS_LIMIT {given!r} is not a size"
         raise SparqError(said, "512M or 2G; 0 keeps nothing", exit_code=2) from None
+
+
+def keep_first(
+    chat: Chat, prompt: Sequence[int], progress: Progress, should_stop: Callable[[], bool]
+) -> None:
+    """Read and keep the text of `/read` before its question, if a model has recurrent layers."""
+    from pyorch import engine
+
+    if chat.keep is None or not engine.must_be_kept_first(chat.session):
+        return
+    tokens = chat.keep[1].tokens(chat.session, chat.template)
+    if list(prompt[: len(tokens)]) == tokens:
+        rest = engine.align(chat.session, tokens)
+        engine.prefill(chat.session, rest, progress=progress, should_stop=should_stop, ends=False)
+        if chat.session.tokens == tokens:
+            keep(chat)
 
 
 def keep(chat: Chat) -> None:

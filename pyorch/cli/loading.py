@@ -253,7 +253,11 @@ def open_document(
     if not (why := engine.difference(session.tokens, template.tokens(messages), words)):
         return True
     template.now = clock()
-    note(f"note: {document.name}: only {why}; the rest is read now", "yellow")
+    if document.needs_whole:
+        why = f"{why}, and recurrent layers know a text to its end alone; all is read now"
+        note(f"note: {document.name} is not used: {why}", "yellow")
+    else:
+        note(f"note: {document.name}: only {why}; the rest is read now", "yellow")
     return False
 
 

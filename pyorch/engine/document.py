@@ -158,6 +158,16 @@ def keep_document(
         _finish(session, path, fd, header)
 
 
+def must_be_kept_first(session: Session) -> bool:
+    """Whether a text can be kept only while nothing else was read after it: recurrent layers know
+    its end no more then.
+
+    Raises:
+        SparqError: the model's cache cannot be kept.
+    """
+    return document_file.has_state(_call(session, "kind")[1])
+
+
 def open_document(session: Session, of: Document) -> int:
     """Give a session what was read, in place of what it holds. Its tokens are then the document's.
 

@@ -86,6 +86,11 @@ class Document(Header):
         return type_k, type_v
 
     @property
+    def needs_whole(self) -> bool:
+        """Whether a prompt has to begin with all of it, because layers are recurrent."""
+        return has_state(self.kind)
+
+    @property
     def when(self) -> datetime | None:
         """The time that a conversation about it states, so that it begins with the same tokens;
         None if its template states none."""
@@ -94,6 +99,11 @@ class Document(Header):
     @property
     def is_whole(self) -> bool:
         return self.n_read == self.n_tokens and self.checksums_crc != 0
+
+
+def has_state(kind: str) -> bool:
+    """Whether K and V of this kind go with a state of recurrent layers, which cannot be cut."""
+    return ",state=" in kind.partition("\n")[0]
 
 
 def find(name: str) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tiny as tiny_models
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, paths
@@ -227,6 +228,19 @@ def test_read_is_kept(
     text.write_text(TEXT + "!")
     assert "read before" not in run(*ask, stdin=script).err
     assert "read before" not in run(*ask, stdin=f"hello\n{script}").err
+
+
+def test_read_is_kept_of_a_model_with_recurrent_layers(
+    run: Run, tmp_path: Path, text: Path
+) -> None:
+    """Before its question is read, since their state is at the end of the text only then."""
+    model = tiny_models.write(tmp_path / "m.gguf", "lfm2", n_layer=4)
+    ask = ("chat", "-m", model, "-n", 6, "--temp", 0, "-c", 4096, "--json", *SPARSE)
+    first, second = (run(*ask, stdin=f"/read {text}\nwho?\nand?\n") for _ in range(2))
+    assert "read before" not in first.err and "read before" in second.err
+    said, again = ([json.loads(x) for x in r.out.splitlines()] for r in (first, second))
+    assert [r["reply"] for r in said] == [r["reply"] for r in again]
+    assert again[0]["prefill_tokens"] < 40 < said[0]["prefill_tokens"]
 
 
 def test_texts_before_a_message_follow_each_other(

@@ -24,7 +24,7 @@ from quick import pairwise
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, paths
-from pyorch.engine import document, document_file, sparse
+from pyorch.engine import decoding, document, document_file, sparse
 from pyorch.errors import SparqError
 
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
@@ -420,11 +420,107 @@ def test_another_model_or_other_settings(tiny: Path, book: Path, tmp_path: Path)
     assert "--ctx" in e.value.hint
 
 
-def test_models_without_a_plain_cache(tmp_path: Path) -> None:
-    path = tiny_models.write(tmp_path / "gemma3.gguf", "gemma3")
-    with engine.load(path) as s, pytest.raises(SparqError, match="plain KV cache") as e:
+# ---- layers with a window, and recurrent ones ----
+
+OTHERS = {"gemma3": 6, "gpt-oss": 4, "lfm2": 4}  # architectures, and how many layers they have here
+
+
+def other(folder: Path, arch: str) -> Path:
+    return tiny_models.write(folder / f"{arch}.gguf", arch, n_layer=OTHERS[arch])
+
+
+@pairwise(arch=list(OTHERS), spec=["off", SPARSE], options={"copied": {}, "mapped": MAPPED})
+def test_opened_is_as_read_by_any_model(
+    tmp_path: Path, arch: str, spec: str, options: dict[str, int]
+) -> None:
+    """The logits are those of reading anew in the same batches."""
+    with engine.load(path := other(tmp_path, arch), attention=spec, **options) as s:
+        engine.prefill(s, reading().tokens(s), ends=False)
+        wanted, logits = continued(s, s.tokens)
+    with engine.load(path, attention=spec, n_ctx=1536) as s:
+        engine.read_document(s, tmp_path / "d.kv", reading())
+    with engine.load(path, attention=spec, **options) as s:
+        mapped = opened(s, tmp_path / "d.kv")
+        assert (mapped > 0) == (options is MAPPED and sys.platform == "linux")
+        found, found_logits = continued(s, s.tokens)
+        assert found == wanted
+        assert np.array_equal(found_logits, logits)
+        assert s.timings.prefill_tokens == 3, "nothing of the document is read again"
+
+
+@pytest.mark.parametrize("arch", OTHERS)
+def test_a_prompt_that_leaves_a_document(tmp_path: Path, arch: str) -> None:
+    """Layers with a window have all positions here; recurrent ones have the end, so all is read."""
+    with engine.load(other(tmp_path, arch), n_ctx=1536) as s:
+        found = engine.read_document(s, tmp_path / "d.kv", reading())
+        assert found.needs_whole == (arch == "lfm2")
+        opened(s, tmp_path / "d.kv")
+        n = s.timings.prefill_tokens
+        tokens = [*s.tokens[:900], 101, 102]
+        engine.prefill(s, decoding.align(s, tokens))
+        assert s.timings.prefill_tokens - n == (902 if arch == "lfm2" else 2)
+
+
+def test_an_interrupted_reading_of_recurrent_layers_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one piece, and after two: the states lie in two places in turn. What was written of a
+    third one, and not noted, is not used."""
+    monkeypatch.setattr(document, "PIECE", 256)
+    path, options = other(tmp_path, "lfm2"), {"n_ctx": 1536, "n_batch": 256, "attention": SPARSE}
+    with engine.load(path, **options) as s:
+        whole = engine.read_document(s, tmp_path / "whole.kv", reading())
+        wanted = continued(s, s.tokens)
+    write = document_file.set_read
+    for at in (0, 256, 512):
+
+        def dies(fd: int, n_read: int, *more: int, at: int = at) -> None:
+            if n_read > at:
+                raise KeyboardInterrupt
+            write(fd, n_read, *more)
+
+        with monkeypatch.context() as m, engine.load(path, **options) as s:
+            m.setattr(document_file, "set_read", dies)
+            with pytest.raises(KeyboardInterrupt):
+                engine.read_document(s, tmp_path / "d.kv", reading())
+    with engine.load(path, **options) as s:
+        found = engine.read_document(s, tmp_path / "d.kv", reading())
+        assert s.timings.prefill_tokens == N_TEXT - 512
+    with engine.load(path, **options) as s:
+        opened(s, found.path)
+        again = continued(s, s.tokens)
+    assert again[0] == wanted[0] and np.array_equal(again[1], wanted[1])
+    assert (found.kind, found.n_bytes) == (whole.kind, whole.n_bytes)
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    with engine.load(other(tmp_path, "lfm2"), n_ctx=1536) as s:
+        found = engine.read_document(s, tmp_path / "d.kv", reading())
+        raw = bytearray(found.path.read_bytes())
+        rows = len(raw) - found.image_bytes
+        at = raw.index(N_TEXT.to_bytes(8, "little"), rows)  # what stands before the state
+        raw[at + 100] ^= 1
+        found.path.write_bytes(raw)
+        engine.prefill(s, [1, 2, 3])
+        with pytest.raises(SparqError, match="no state of the recurrent layers after 1337") as e:
+            opened(s, found.path)
+        assert "read it again" in e.value.hint and not s.tokens
+        with pytest.raises(SparqError, match="damaged"):
+            document_file.verify(found)
+
+
+def test_recurrent_layers_are_kept_at_the_end_only(tmp_path: Path) -> None:
+    with engine.load(other(tmp_path, "lfm2"), n_ctx=1536) as s:
+        engine.prefill(s, [*reading().tokens(s), 100, 101])
+        with pytest.raises(SparqError, match="beyond the end of the document"):
+            engine.keep_document(s, tmp_path / "d.kv", reading())
+        assert not list(tmp_path.glob("*.kv*")), "nothing is left"
+
+
+def test_a_model_without_attention(tmp_path: Path) -> None:
+    path = tiny_models.write(tmp_path / "mamba.gguf", "mamba")
+    with engine.load(path) as s, pytest.raises(SparqError, match="layers of attention"):
         engine.read_document(s, tmp_path / "d.kv", reading(200))
-    assert "sliding windows" in e.value.hint
     assert not list(tmp_path.glob("*.kv*")), "nothing is left"
 
 

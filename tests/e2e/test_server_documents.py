@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tiny as tiny_models
 from server import ask, serving, text
 from test_documents import SPARSE, reading
 from tiny_gguf import finish
@@ -44,7 +45,7 @@ def told(
     return tell
 
 
-def complete(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+def complete(url: str, prompt: str | list[int], **more: Any) -> dict[str, Any]:
     asked = {"prompt": prompt, "n_predict": 20, "temperature": 0, "ignore_eos": True}
     return ask(f"{url}/completion", {**asked, **more})
 
@@ -75,6 +76,51 @@ def test_documents_are_not_read_again(
             assert new[:3] == [5, 7, 5] and new[4] == 1, new
             assert all(f["timings"]["sparse_attn"]["calls_sparse"] > 0 for f in found[:3])
     assert log.read_text().count("were read before") == 8
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
+def test_documents_of_other_models(
+    server_dir: Path, tmp_path: Path, told: Callable[..., None], arch: str
+) -> None:
+    """The server's windows keep the newest positions alone, which are taken out of all that the
+    document has: also where a prompt leaves it. Recurrent layers have its end."""
+    path = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=6)
+    with engine.load(path, attention=SPARSE, n_ctx=2048) as s:
+        book = engine.read_document(s, tmp_path / "book.kv", reading(1800))
+    whole = document_file.content(book)[1]
+    prompts = [whole + " who?", "short", whole + " why?", "short", whole[:1200] + " so?"]
+    args = ("-m", path, *COMMON, "--cache-ram", 0, "-lv", 4)
+    with serving(server_dir, tmp_path / "log", *args) as url:
+        wanted = [complete(url, p, cache_prompt=False)["content"] for p in prompts]
+    told(document_file.listed([book]))
+    with serving(server_dir, log := tmp_path / "log2", *args) as url:
+        for slot in range(2):
+            found = [complete(url, p, id_slot=slot) for p in prompts]
+            assert [f["content"] for f in found] == wanted
+            new = [f["timings"]["prompt_n"] for f in found]
+            assert new[0] == new[2] == 5
+            assert (new[4] == 4) if arch == "gemma3" else (new[4] > 1200), new
+    said = "recurrent layers need one after all of them"
+    assert (said in log.read_text()) == (arch == "lfm2")
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
+def test_a_restored_slot_reads_nothing_again(server_dir: Path, tmp_path: Path, arch: str) -> None:
+    path = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=6)
+    args = ("-m", path, *COMMON, "--cache-ram", 0, "--slot-save-path", tmp_path)
+    asked, more = reading(1500).text, {"return_tokens": True}
+    with serving(server_dir, tmp_path / "log", *args) as url:
+        first = complete(url, asked, id_slot=0, **more)
+        ask(f"{url}/slots/0?action=save", {"filename": "kept"})
+        goes_on = [*ask(f"{url}/tokenize", {"content": asked, "add_special": True})["tokens"]]
+        goes_on += [*first["tokens"], 100, 101, 102]
+        wanted = complete(url, goes_on, id_slot=0)
+        assert wanted["timings"]["prompt_n"] <= 4
+    with serving(server_dir, tmp_path / "log2", *args) as url:
+        ask(f"{url}/slots/1?action=restore", {"filename": "kept"})
+        found = complete(url, goes_on, id_slot=1)
+        assert found["content"] == wanted["content"]
+        assert found["timings"]["prompt_n"] == wanted["timings"]["prompt_n"]
 
 
 def test_a_document_that_went_bad_is_read(
