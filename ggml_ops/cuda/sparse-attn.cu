@@ -79,6 +79,7 @@ void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     a.sealed  = data_of<const int32_t>(src.sealed);
     a.stats   = data_of<unsigned long long>(src.stats);
     a.n_kv    = src.k->ne[2];
+    a.n_seal  = p.n_bit == 16 ? std::min(a.n_kv, src.k_t->ne[0]) : a.n_kv; // k_t in f16 may lack the last group
     a.n_list  = (int) src.list->ne[0];
     a.d_k     = (int) src.k->ne[0];
     a.d_v     = src.v_sum ? (int) src.v->ne[0] : 0;

@@ -12,7 +12,7 @@ struct seal_args {
     const int32_t * list;           // [n_stream][n_list]
     const int32_t * sealed;         // [n_stream][n_grp], with codes
     unsigned long long * stats;
-    int64_t n_kv;
+    int64_t n_kv, n_seal;           // groups begin below n_seal
     int     n_list, d_k, d_v, n_bit, n_rot; // d_v = 0: no sums of V
 };
 
@@ -141,7 +141,7 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
     const int32_t * list = a.list + s*a.n_list;
     const int       i    = blockIdx.x;
 
-    const auto ok = [&](int32_t g) { return g >= 0 && (int64_t) g*GROUP < a.n_kv; };
+    const auto ok = [&](int32_t g) { return g >= 0 && (int64_t) g*GROUP < a.n_seal; };
     if (!ok(list[i])) {
         return;
     }

@@ -76,7 +76,8 @@ int32_t llama_sparse_n_rot(const llama_kv_cache & kv) {
 
 double llama_sparse_row_bytes(const llama_kv_cache & kv, int il) {
     const auto & layer = access::layers(kv)[access::layer_ids(kv).at(il)];
-    return (double) (ggml_row_size(layer.k->type, layer.k->ne[0]) + ggml_row_size(layer.v->type, layer.v->ne[0]))/access::hparams(kv).n_head_kv(il);
+    const size_t size_v = layer.v ? ggml_row_size(layer.v->type, layer.v->ne[0]) : 0; // latent attention has V in K
+    return (double) (ggml_row_size(layer.k->type, layer.k->ne[0]) + size_v)/access::hparams(kv).n_head_kv(il);
 }
 
 std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const llama_sparse_spec & spec, int32_t n_layer) {

@@ -151,6 +151,7 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
     state            = next;
     state->spec      = spec;
     state->sequences = {};
+    state->layers.clear(); // those of the last graph are of other settings
     state->n_layer   = (int32_t) ctx.get_model().hparams.n_layer();
     state->reason    = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";
     if (!state->reason.empty()) {

@@ -188,8 +188,8 @@ struct state_reader : llama_io_read_i {
     size_t n_bytes() override { return at; }
 };
 
-uint32_t stream_of(llama_kv_cache & kv, llama_seq_id seq) {
-    if (seq < 0 || seq >= LLAMA_MAX_SEQ || llama_sparse_access::stream_of(kv, seq) >= kv.get_n_stream()) {
+uint32_t stream_of(const llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq) {
+    if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
         throw std::runtime_error("there is no sequence " + std::to_string(seq));
     }
     return llama_sparse_access::stream_of(kv, seq);
@@ -499,7 +499,7 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     ctx.synchronize();
     const memory m = memory_of(ctx);
     auto & kv = m.kv;
-    place p = place_of(stream_of(kv, seq_id), n_pos);
+    place p = place_of(stream_of(ctx, kv, seq_id), n_pos);
     auto & cells = llama_sparse_access::cells(kv, p.stream);
     p.cell = (cells.used_max_p1() + CELLS - 1)/CELLS*CELLS;
     if (kv.seq_pos_max(seq_id) >= 0) {
@@ -628,7 +628,7 @@ int64_t llama_sparse_document_write(
         ctx->synchronize();
         const memory m = memory_of(*ctx);
         auto & kv = m.kv;
-        place p = place_of(stream_of(kv, seq_id), n_pos);
+        place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
         if (from > to || to > n_pos) {
             throw std::runtime_error("a document of " + std::to_string(n_pos) + " positions has no positions " + std::to_string(from) + " to " +
                     std::to_string(to));
@@ -661,7 +661,7 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
         ctx->synchronize();
         const memory m = memory_of(*ctx);
         auto & kv = m.kv;
-        place p = place_of(stream_of(kv, seq_id), n_pos);
+        place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
         p.cell = first_cell(kv, seq_id, p.stream, n_pos);
         seal_document(*ctx, kv, p);
         for (const part & rows : image_of(m, p).shadow) {

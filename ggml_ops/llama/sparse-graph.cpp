@@ -10,9 +10,15 @@
 #include "ggml-sparse-nodes.h"
 #include "sparse-codes.h"
 
+#include <algorithm>
+#include <cmath>
+
 using access = llama_sparse_access;
 
 namespace {
+
+// of all decoded tokens of a step in a layer, on a GPU
+constexpr double GPU_LOGIT_BYTES = 1 << 30;
 
 // what build_attn() is called with
 struct attention {
@@ -31,11 +37,6 @@ struct attention {
     const llama_sparse_spec & spec()    const { return inp.state->spec; }
     float                     softcap() const { return g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f; }
     int32_t                   ikv()     const { return access::layer_ids(inp.kv()).at(il); }
-    // Multi-head latent attention: one row of K for all heads, and V is the front of it. Decoded tokens are read exactly, by ATTEND, which reads a
-    // row once for all heads: 4 times as fast as llama.cpp, which reads it for each (docs/measurements.md)
-    bool is_latent() const {
-        return v_mla && v->view_src == k->view_src && g.cparams.flash_attn && llama_sparse_is_supported_type(k->type) && llama_sparse_is_cpu(device());
-    }
     // where K lies: a view of the cache
     ggml_backend_dev_t        device()  const { return llama_sparse_device_of(k->view_src ? k->view_src : k); }
 
@@ -62,6 +63,13 @@ struct attention {
         return ggml_view_4d(g.ctx0, mask, mask->ne[0], hi - lo, 1, 1, mask->nb[1], mask->nb[2], mask->nb[3], mask->nb[1]*lo);
     }
 };
+
+// Multi-head latent attention, of which a row of K serves all heads and V is the front of it? On a CPU its decoded tokens are read exactly by ATTEND,
+// which reads a row once for all heads, where llama.cpp reads it for each
+bool is_latent(const attention & a) {
+    return a.v_mla && a.v->view_src == a.k->view_src && llama_sparse_is_ordinary(a.g.cparams, a.mask, a.kq_b) &&
+            llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_cpu(a.device());
+}
 
 // does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory
 bool is_prompt_on_cpu(const attention & a) {
@@ -184,31 +192,45 @@ ggml_tensor * times_v_mla(const attention & a, ggml_tensor * x) {
     return ggml_reshape_2d(ctx, x, x->ne[0]*x->ne[1], x->ne[2]);
 }
 
+// "" or why a device should leave a step to its own flash attention. all: every position is read
+std::string why_not_there(const attention & a, bool all) {
+    const auto & inp = a.inp;
+    const auto & tok = inp.tok;
+    if (llama_sparse_is_cpu(a.device())) {
+        return "";
+    }
+    // it reads few bytes faster than it selects
+    const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*tok.n_reply;
+    if (!a.spec().is_dense() && (all || dense_bytes < a.spec().gpu_min_mb*1e6)) {
+        return all ? "every position is read" : "short for a GPU";
+    }
+    // its kernels keep the logits of the whole range, also of the prompts in it, so it may be as wide as replies alone can be
+    if (tok.is_mixed() && tok.hi - tok.lo > LLAMA_MAX_SEQ) {
+        return "a long prompt between replies";
+    }
+    // that memory is not reserved, and a device that has none ends the program
+    const double logit_bytes = 4.0*(tok.hi - tok.lo)*a.q->ne[1]*inp.n_kv;
+    return !all && logit_bytes > GPU_LOGIT_BYTES ? "too many logits for a GPU" : "";
+}
+
 // attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
 ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
     auto & inp = a.inp;
     const auto & spec = a.spec();
     const auto & tok  = inp.tok;
 
+    const bool latent = is_latent(a);
     int32_t topk_max = 0, rank = 0; // the largest of those that read a selection
     for (const auto & x : inp.settings) {
-        if (!a.is_latent() && !inp.reads_all(x, a.il)) {
+        if (!latent && !inp.reads_all(x, a.il)) {
             topk_max = std::max(topk_max, x.spec.cap_for(inp.topk_for(x, a.il), inp.n_kv));
             rank     = std::max(rank, k_t ? inp.rank_for(x, a.il) : 0);
         }
     }
     const bool all = topk_max == 0;
-
-    // a device reads few bytes faster than it selects: what is short stays with its own flash attention
     const auto dev = a.device();
-    const auto dense_bytes = [&] { return llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*tok.n_reply; };
-    if (!llama_sparse_is_cpu(dev) && !spec.is_dense() && (all || dense_bytes() < spec.gpu_min_mb*1e6)) {
-        why = all ? "every position is read" : "short for a GPU";
-        return nullptr;
-    }
-    // its kernels keep the logits of the whole range, also of the prompts in it, so it may be as wide as replies alone can be
-    if (!llama_sparse_is_cpu(dev) && tok.is_mixed() && tok.hi - tok.lo > LLAMA_MAX_SEQ) {
-        why = "a long prompt between replies";
+    why = why_not_there(a, all);
+    if (!why.empty()) {
         return nullptr;
     }
 
@@ -230,7 +252,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
         src.wanted = inp.wanted;
         ggml_sparse_score_select_params params = {
             { rank, a.scale, max_bias, a.softcap(), 0, 0, 0 },
-            { topk_max, (int32_t) a.k->ne[1], inp.n_local_max, 0, (float) spec.top_p, 2*a.il, inp.i_forced() },
+            { topk_max, (int32_t) a.k->ne[1], inp.n_local_max, 0, std::min((float) spec.top_p, std::nextafter(1.0f, 0.0f)), 2*a.il, inp.i_forced() },
         };
         if (k_t) {
             inp.need_sealed(a.g);
@@ -259,8 +281,8 @@ ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string 
 
     ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a) : nullptr;
 
-    const std::string why_exact = a.is_latent() ? why : ""; // why it is read exactly, though by us
-    if (!why.empty() && why_exact.empty()) { // a layer with a sliding window is read exactly, also for the replies among prompts
+    const std::string why_exact = is_latent(a) ? why : ""; // why it is read exactly, though by us
+    if (!why.empty() && why_exact.empty()) { // prompts of a layer with a sliding window may be ours, and then also the replies among them
         return !has_cache && tok.has_prompt() && ours ? build_prefill(a, 0, tok.n, a.mask) : nullptr;
     }
     if (tok.n_reply == 0) {
@@ -282,7 +304,7 @@ ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string 
     return res;
 }
 
-// Which cache a layer reads is told by its mask: those of a plain KV cache belong to one of two inputs of the graph. False: another kind of
+// Which cache a layer reads is told by its mask, which belongs to an input of the graph. False: another kind of
 // attention, which is upstream's. mctx == nullptr: a layer with a sliding window, of which we read prompts only.
 bool find_cache(const llm_graph_context & g, const ggml_tensor * kq_mask, const llama_kv_cache_context ** mctx) {
     for (const auto & input : g.res->inputs) {
@@ -336,6 +358,6 @@ ggml_tensor * llama_sparse_build_attn(
     std::string why = llama_sparse_why_not_ours(g, *inp.state, mctx, kq_mask, kq_b, il);
     const bool ours = inp.tok.has_prompt() && can_prefill(a);
     ggml_tensor * res = build(a, mctx != nullptr, ours, why);
-    inp.layers.push_back({ il, why, res == nullptr, res && !ours });
+    inp.layers.push_back({ il, why, res == nullptr, res && !ours, res && is_latent(a) });
     return res;
 }

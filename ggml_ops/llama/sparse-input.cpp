@@ -311,12 +311,12 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
         const int64_t   n_pos = n_seen(seq, ubatch->pos[t]);
         auto & sum = state->sequences[seq];
         sum.n_steps++;
-        for (const auto & [il, reason, is_left, _] : layers) {
-            if (is_left || !reason.empty()) {
+        for (const auto & [il, reason, is_left, _, reads_exactly] : layers) {
+            if (is_left || !(reason.empty() || reads_exactly)) {
                 continue;
             }
             const int64_t n_head = hparams.n_head_kv(il);
-            const bool    is_all = is_exact(x, il, n_pos);
+            const bool    is_all = reads_exactly || is_exact(x, il, n_pos);
             const int64_t n_read = is_all ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
             const double  row    = llama_sparse_row_bytes(kv(), il);
             const double  score  = x.spec.has_shadow() ? x.score_shares[il]*row : ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));
@@ -360,7 +360,7 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (tells && state->layers.size() != layers.size()) {
         state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated
     }
-    for (const auto & [il, reason, is_left, prompt_is_left] : layers) {
+    for (const auto & [il, reason, is_left, prompt_is_left, _] : layers) {
         if (tells) {
             state->layers[il] = reason;
         }

@@ -89,6 +89,7 @@ public:
         std::string reason;  // why its decoded tokens are not ours, "" if they are
         bool        is_left; // all of its attention is left to llama.cpp
         bool        prompt_is_left = false; // that of prompts beside replies that are ours
+        bool        is_exact       = false; // its decoded tokens are ours in spite of the reason, which says why they read everything
     };
     std::vector<layer> layers;
 

@@ -1,7 +1,8 @@
 #pragma once
 
-// Why a layer, or all of them, are left to llama.cpp's own attention: "" if they are not, else what info() and the log say. Whoever asks first has
-// the last word: what a cache can not have no graph asks for. Beside these only the batch decides, see build_replies() in sparse-graph.cpp.
+// Why a layer, or all of them, are not sparse: "" if they are, else what info() and the log say. Such layers are left to llama.cpp's own attention,
+// all but latent ones, which build_replies() in sparse-graph.cpp reads exactly. What a cache rules out no graph asks again; of the others
+// build_replies() decides for each batch.
 
 #include "sparse-state.h"
 

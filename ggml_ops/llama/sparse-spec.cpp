@@ -363,8 +363,8 @@ llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const l
         if (k.flags & SHARED && !is_same) {
             throw llama_sparse_error(k.name + " is the same for all" + here, "leave out " + k.name);
         }
-        if (k.flags & SHARED) {
-            k.read(spec, k.text(all));
+        if (k.flags & SHARED) { // of what reads everything, settings of a selection say nothing
+            k.read(spec, k.text(spec.is_dense() && !(k.flags & PROMPT) ? llama_sparse_spec() : all));
         }
     }
     check_together(spec, given, text);

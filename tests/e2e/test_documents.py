@@ -242,6 +242,17 @@ def test_nothing_of_an_empty_sequence_is_written(tiny: Path, tmp_path: Path, n_c
     assert (tmp_path / "f").stat().st_size == 0
 
 
+@pytest.mark.parametrize("n_sequences", [1, 2])
+def test_a_sequence_that_is_not_there(tiny: Path, book: Path, n_sequences: int) -> None:
+    of = document_file.load(book)
+    options = {"n_sequences": n_sequences, "n_ctx": 1536 * n_sequences}
+    with engine.load(tiny, attention=SPARSE, **options) as s, book.open("rb") as file:
+        where = file.fileno(), of.image_at, of.n_tokens, of.n_tokens, of.kind.encode()
+        for seq in (-1, n_sequences, 7):
+            with pytest.raises(SparqError, match=f"no sequence {seq}"):
+                document._call(s, "open", seq, *where)
+
+
 def test_another_layout_is_another_transposed_k(tiny: Path, book: Path, tmp_path: Path) -> None:
     """Of an older or newer library: K and V are used, and K is transposed anew, from them."""
     whole = document_file.load(book)

@@ -213,9 +213,11 @@ def test_a_sequence_may_repeat_what_all_have(model: Model) -> None:
     """Also a setting that means something only beside one that the text leaves to the context."""
     all_of = "sparq,rank=8,topk=40,min_ctx=0,top_p=0.9,cap=4,prompt=sparse,prompt_p=0.9"
     with context(model, all_of, True) as ctx:
-        for text in ("cap=4", "prompt_p=0.9", "top_p=0.9", "cap=4,prompt_p=0.9", "ratio=1"):
+        for text in ("cap=4", "prompt_p=0.9", "top_p=0.9", "cap=4,prompt_p=0.9"):
             ctx.set_sequence(1, f"sparq,{text}")
             assert "top_p=0.9,cap=4" in ctx.info(1)["spec"]
+        ctx.set_sequence(1, "sparq,ratio=1")  # which selects nothing
+        assert ctx.info(1)["spec"] == "sparq,ratio=1,min_ctx=0,prompt=sparse,prompt_p=0.9"
         ctx.set_sequence(1, "dense,prompt_p=0.9")
         for text, name in (("cap=2", "cap"), ("prompt_p=0.5", "prompt_p"), ("top_p=1", "top_p")):
             with pytest.raises(SpecError, match=f"^{name} is the same for all"):
@@ -229,3 +231,22 @@ def test_a_context_without_sparse_attention(model: Model) -> None:
         with pytest.raises(SpecError, match="settings of all: off"):
             ctx.set_sequence(0, "sparq,ratio=1/8")
         assert ctx.info(1) == {"spec": "off"}
+
+
+@pytest.mark.parametrize("own", ["sparq,ratio=1", "sparq,ratio=1/4", "dense", "off"])
+def test_what_a_sequence_says_can_be_set_again(model: Model, own: str) -> None:
+    with context(model, "sparq,top_p=0.9,cap=2,min_ctx=0", True) as ctx:
+        ctx.set_sequence(1, own)
+        said = ctx.info(1)["spec"]
+        ctx.set_sequence(2, said)
+        assert ctx.info(2)["spec"] == said
+        ctx.set_sparse("off")
+        ctx.set_sparse(said)
+
+
+def test_off_forgets_the_layers(model: Model) -> None:
+    with context(model, COMMON, True) as ctx:
+        replies(ctx)
+        assert ctx.info()["layers_sparse"] == N_LAYER
+        ctx.set_sparse("off")
+        assert ctx.info()["layers_sparse"] == 0 and not ctx.info()["layers"]

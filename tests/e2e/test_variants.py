@@ -227,7 +227,7 @@ def test_latent_attention_is_exact_and_ours(model: GetModel, spec: str, type_k: 
         ctx.decode(prompt())
         assert not watch.attends
         logits = steps(ctx)
-        info = ctx.info()
+        info, own = ctx.info(), ctx.info(0)
     assert spread(logits, want) < 0.1  # stock quantises q as well
     assert len(watch.attends) == 4 * N_STEP and not any(a.is_sparse for a in watch.attends)
     counters = info["counters"]
@@ -238,6 +238,8 @@ def test_latent_attention_is_exact_and_ours(model: GetModel, spec: str, type_k: 
     n_seen = sum(N_PROMPT + i + 1 for i in range(N_STEP))
     row = (2 * 64 + 32) * {"f16": 2, "bf16": 2, "q8_0": 34 / 32}[type_k]
     assert counters["bytes_attend"] == counters["bytes_dense"] == 4 * n_seen * row
+    assert own["calls_dense"] == 4 * N_STEP and own["calls_sparse"] == 0
+    assert own["bytes_read"] == own["bytes_dense"] == 4 * n_seen * row
 
 
 @pytest.mark.parametrize("unified", [True, False])
