@@ -252,13 +252,20 @@ bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_he
     return n_swa > 0 && least > 0 && least <= next + 1 - n_swa && memory->seq_pos_max(slot) == next - 1;
 }
 
-bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held,
+// can a slot go back to its first n_held tokens? Recurrent layers cannot, and windows only as far as they reach
+static bool can_go_back(llama_context * ctx, llama_seq_id slot, size_t n_held, const known_document & like) {
+    const auto n_seen = (llama_pos) n_held - llama_model_n_swa(&ctx->get_model());
+    return !like.has(",state=") && (!like.has(",windows") || llama_get_memory(ctx)->seq_pos_min(slot) < n_seen);
+}
+
+bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held, bool goes_on,
         const char * why_not, std::vector<llama_token> & tokens) {
     constexpr size_t WORTH = 256; // so many tokens more; fewer are evaluated as fast as a document is opened
     const known_document * best = nullptr;
-    size_t n_best = n_held + WORTH;
+    size_t n_best = 0;
     for (const auto & d : documents()) {
-        if (const size_t n = n_common(prompt, d.tokens); n > n_best) {
+        const size_t n_usable = goes_on || can_go_back(ctx, slot, n_held, d) ? n_held : 0;
+        if (const size_t n = n_common(prompt, d.tokens); n > std::max(n_best, n_usable + WORTH)) {
             // recurrent layers know a text to its end alone, and a token after it has to be evaluated
             if (d.has(",state=") && (n < d.tokens.size() || n == prompt.size())) {
                 LLAMA_LOG_WARN("sparse document: slot %d, %s is not used: the prompt has %zu of its %zu tokens, and recurrent layers need one after "

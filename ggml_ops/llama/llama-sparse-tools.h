@@ -79,9 +79,10 @@ LLAMA_API std::string llama_sparse_metrics(llama_context * ctx);
 LLAMA_API bool llama_sparse_has_documents();
 
 // The document that has more of `prompt` than the n_held tokens that a slot holds already takes their place, and `tokens` are what the slot holds
-// then: none, if that failed. False: nothing changed. why_not: why such a document may not be used, which is logged; nullptr: it may
+// then: none, if that failed. False: nothing changed. goes_on: the slot holds no other tokens, which would have to be taken back. why_not: why such a
+// document may not be used, which is logged; nullptr: it may
 LLAMA_API bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held,
-        const char * why_not, std::vector<llama_token> & tokens);
+        bool goes_on, const char * why_not, std::vector<llama_token> & tokens);
 
 // Does the cache hold, of layers with a sliding window, all that the token after the n_held ones of this slot sees?
 LLAMA_API bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_held);
@@ -147,7 +148,8 @@ void llama_sparse_document_use(const Params & params, Slot & slot, const Task & 
         prompt.push_back(task.tokens[i]); // LLAMA_TOKEN_NULL where an image is: no document has that
     }
     const size_t n_held = slot.prompt.tokens.get_common_prefix(task.tokens);
-    if (llama_sparse_document_take(slot.ctx_tgt, slot.id, prompt, n_held, llama_sparse_why_no_document(params, slot, task), tokens)) {
+    const bool   goes_on = n_held == slot.prompt.tokens.size();
+    if (llama_sparse_document_take(slot.ctx_tgt, slot.id, prompt, n_held, goes_on, llama_sparse_why_no_document(params, slot, task), tokens)) {
         slot.prompt.clear();
         slot.prompt.tokens.insert(tokens);
     }

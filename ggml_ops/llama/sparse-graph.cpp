@@ -250,9 +250,11 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     } else {
         inp.need_wanted(a.g);
         src.wanted = inp.wanted;
+        // a share below 1 does not become 1, which means none
+        const float top_p = spec.top_p < 1.0 ? std::min((float) spec.top_p, std::nextafter(1.0f, 0.0f)) : 1.0f;
         ggml_sparse_score_select_params params = {
             { rank, a.scale, max_bias, a.softcap(), 0, 0, 0 },
-            { topk_max, (int32_t) a.k->ne[1], inp.n_local_max, 0, std::min((float) spec.top_p, std::nextafter(1.0f, 0.0f)), 2*a.il, inp.i_forced() },
+            { topk_max, (int32_t) a.k->ne[1], inp.n_local_max, 0, top_p, 2*a.il, inp.i_forced() },
         };
         if (k_t) {
             inp.need_sealed(a.g);
