@@ -95,15 +95,11 @@ def _expected(c: cards.Card, n_pos: int) -> str:
     return f"{100 * dense / (weights + dense):.0f} %, {(weights + dense) / (weights + read):.2f}x"
 
 
-def _kinds(c: cards.Card) -> str:
-    return "all have latent attention and stay dense" if c.latent else kinds_text(c.geometry)
-
-
 _COLUMNS: dict[str, Callable[[cards.Card], object]] = {
     "model": lambda c: f"`{c.name}`",
     "parameters": lambda c: f"{c.n_params / 1e9:.3g} B",
     "layers": lambda c: c.n_layer,
-    "of these layers": _kinds,
+    "of these layers": lambda c: kinds_text(c.geometry),
     "ratio": lambda c: c.settings.removeprefix("sparq,ratio=") or "-",
     **{f"{n:,}": partial(_expected, n_pos=n) for n in COMMON},
 }
@@ -133,7 +129,7 @@ def show_command(name: str) -> None:
         "parameters": f"{c.n_params / 1e9:.2f} B",
         "geometry": c.read_from,
         "layers": f"{c.n_layer}, width {c.n_embd}, feed-forward {c.n_ff}{experts}",
-        "of these": _kinds(c),
+        "of these": kinds_text(c.geometry),
         "heads": f"{c.n_head}, {c.n_head_kv} for K and V, of {c.head_dim}",
         "positions": f"{c.positions}, {c.n_ctx}",
         "vocabulary": str(c.n_vocab),
@@ -146,8 +142,9 @@ def show_command(name: str) -> None:
         if value:
             print(f"  {key:<14}{value}")
     if c.source:
-        ratio = f" --ratio {first_ratio(c.name)}" if c.settings else ""
-        print(f"  {'try':<14}sparq-cpp chat --model {name}{ratio}")
+        ratio = first_ratio(c.name)
+        option = f" --ratio {ratio}" if ratio else ""
+        print(f"  {'try':<14}sparq-cpp chat --model {name}{option}")
 
 
 def _known(file: cards.File) -> str:

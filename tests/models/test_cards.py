@@ -345,7 +345,7 @@ def test_command() -> None:
     assert "facebook/opt-13b" in shown and "unknown model architecture: 'opt'" in shown
     assert "settings" not in shown
     shown = run(command, ["show", "nemotron-3-nano-30b-a3b"]).stdout
-    assert "6 read every position, 23 are recurrent, 23 keep no state" in shown
+    assert "6 read every position, 23 are recurrent, 23 are feed-forward only" in shown
     assert "geometry      config.json" in shown
     shown = run(command, ["show", "glm-4.7-flash"]).stdout
     assert "Stays dense: its attention is latent" in shown and "--ratio" not in shown

@@ -101,8 +101,9 @@ def test_every_card_with_files_can_be_pulled(
 ) -> None:
     card = cards.load(name)
     hub.repo, hub.files = card.gguf, {"m-Q2_K.gguf": b"", f"m.{card.quant}.gguf": gguf}
-    code, out, _ = run("pull", name)
+    code, out, err = run("pull", name, terminal=True)
     assert code == 0 and Path(out.strip()).read_bytes() == gguf
+    assert ("--ratio" in err) == bool(card.settings)
 
 
 def test_explain_asks_the_card(hub: Hub, run: Callable[..., Any]) -> None:
