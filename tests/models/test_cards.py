@@ -264,7 +264,7 @@ def test_unknown_and_damaged_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert e.value.exit_code == 2 and e.value.hint == "did you mean llama3-8b?"
     with pytest.raises(SparqError, match="unknown model"):
         cards.load("../models/llama3-8b")
-    text = (cards.paths.data("models") / "llama3-8b.toml").read_text()
+    text = (cards.paths.data("models") / "llama3.1-8b.toml").read_text()
     monkeypatch.setattr(cards.paths, "data", lambda _: tmp_path)
     for damaged in ("", "not toml", text.replace("n_layer", "layers"), text + "more = 1\n"):
         (tmp_path / "a.toml").write_text(damaged)
@@ -292,6 +292,21 @@ def test_unknown_and_damaged_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = '[[files]]\nname = "x.gguf"\nn_bytes = 7\nsha256 = "00"\n'
     (tmp_path / "a.toml").write_text(text.replace("[geometry]", f"{file}[geometry]"))
     assert cards.load("a").files == (cards.File("x.gguf", 7, "00"),)
+
+
+def test_a_card_that_is_like_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no file of the other, and only what it states itself differs."""
+    text = (cards.paths.data("models") / "llama3.2-3b.toml").read_text()
+    monkeypatch.setattr(cards.paths, "data", lambda _: tmp_path)
+    (tmp_path / "a.toml").write_text(text)
+    (tmp_path / "b.toml").write_text('title = "B"\nlike = "a"\n[geometry]\nn_ctx = 512\n')
+    a, b = cards.load("a"), cards.load("b")
+    assert b == replace(
+        a, name="b", title="B", n_ctx=512, gguf="", quant="", files=(), package=None
+    )
+    (tmp_path / "b.toml").write_text('title = "B"\nlike = "c"\n')
+    with pytest.raises(SparqError, match="b.toml is damaged: .*c.toml"):
+        cards.load("b")
 
 
 def test_files_are_known_by_size_and_content() -> None:
