@@ -92,7 +92,6 @@ class Card:
     repository: str  # owner/name on the hub
     licence: str
     architecture: str  # as GGUF names it
-    loads: bool  # whether the pinned llama.cpp loads it; if not, `note` says what happens instead
     evidence: str
 
     n_params: int  # as published, or as llama.cpp counts them; without those of encoders
@@ -114,7 +113,7 @@ class Card:
     quant: str = ""  # the quantisation to choose
     files: tuple[File, ...] = ()  # whose content is known, without that of `package`
     package: Package | None = None  # the source of its file, instead of `gguf`
-    settings: str = ""  # an attention spec; "" = it does not load, or all its layers stay dense
+    settings: str = ""  # an attention spec; "" = all its layers stay dense
     rope_base: float = 0.0
     read_from: str = ""  # where the published configuration was read
     layers: str = ""  # a letter per layer, as above; "" = all see every position
