@@ -6,7 +6,7 @@
 // POOL neighbouring tokens three probes are scored against all of K, for 3/POOL of the products: the mean of their queries, and two of the queries.
 // The means say in which order positions matter, the samples how many of them it takes until a share p of the attention is there. Where tokens ask
 // alike these are few; where a head looks for what only one token wants, the order is poor, the samples tell, and nearly all is read. For the mass
-// that is left out stands the mean of V over those positions, as in step 3 of SparQ (docs/measurements.md has what this was chosen from).
+// that is left out stands the mean of V over those positions, as in step 3 of SparQ (docs/tried.md has what this was chosen from).
 
 #include "sparse-kth.h"
 #include "sparse-prefill.h"

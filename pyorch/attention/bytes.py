@@ -43,8 +43,9 @@ class Split:
 class LayerCost:
     """The bytes of K, V and the shadow that a decoded token reads in one layer.
 
-    `ours`: our ops read and count them, unless attention is off. Layers with a sliding window, and
-    all layers of some architectures, stay with llama.cpp, whatever the settings are.
+    `ours`: our ops can make this layer sparse, and count its bytes. Layers with a sliding window,
+    and all layers of some architectures, never are; decoded tokens of latent attention go through
+    our exact attention on the CPU, which reads one row for all heads.
     """
 
     il: int

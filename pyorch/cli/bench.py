@@ -11,7 +11,7 @@ import click
 
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import options as opt
-from pyorch.cli.groups import on_the_line, option, several, takes
+from pyorch.cli.groups import given_on_command_line, option, several, takes
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import confirm, note, note_if_beyond, note_if_busy
 from pyorch.cli.types import LAYERS, THREADS, File, Files, Name, Number, Numbers, Ratio
@@ -212,7 +212,7 @@ def command(ctx: click.Context, wanted: Wanted) -> None:
     """
     from pyorch.engine import usable_cores
 
-    given = on_the_line(ctx.params)
+    given = given_on_command_line(ctx.params)
     if "ratio" in given and "attn" not in given:
         wanted = replace(wanted, attn=())
     if given & SYNTHETIC and "models" not in given:

@@ -23,7 +23,8 @@ from pyorch.progress import say
 @click.option(
     "--cuda",
     metavar="ARCHS",
-    help="Build with CUDA for native, all or 80,90.  [default: native with nvcc and a device]",
+    help="Build with CUDA for native, all or 80,90.  [default: native where nvcc and a device are"
+    " here, none with --portable]",
 )
 @click.option(
     "--jobs", type=Number(int, 1), help="Compilers that run at once.  [default: one per core]"

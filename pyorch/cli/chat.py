@@ -215,7 +215,7 @@ def _history(keeps: bool) -> Callable[[], None]:
 def _run_command(chat: Chat, line: str) -> bool:
     """Run a `/command`. Returns False if it ends the chat."""
     if "\0" in line:
-        raise SparqError("a command has bytes that are 0", "a pipe in UTF-8", exit_code=2)
+        raise SparqError("the command contains NUL bytes", "is the input UTF-8?", exit_code=2)
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit"):

@@ -13,7 +13,7 @@ from pyorch import paths
 from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
-from pyorch.cli.groups import on_the_line, option, several, takes
+from pyorch.cli.groups import given_on_command_line, option, several, takes
 from pyorch.cli.loading import placement, prepare
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
 from pyorch.cli.types import SOME_POSITIONS, THREADS, File, Name, Number, NumberOr, Ratio
@@ -231,9 +231,9 @@ def _for_document(
     """The options with the room and the types that a document needs, where none were given."""
     from pyorch.evals import repetition
 
-    if not on_the_line(["ctx"]):
+    if not given_on_command_line(["ctx"]):
         wanted = replace(wanted, ctx=-(-(document.n_tokens + repetition.ROOM) // 64) * 64)
-    if not on_the_line(["cache_type_k", "cache_type_v"]):
+    if not given_on_command_line(["cache_type_k", "cache_type_v"]):
         type_k, type_v = document.types
         cache = replace(load.cache, cache_type_k=type_k, cache_type_v=type_v)
         load = replace(load, cache=cache)
@@ -275,7 +275,7 @@ def _methods(wanted: MethodOptions) -> list[Method]:
     from pyorch import policies
 
     out: list[Method] = []
-    unused = bool(wanted.ratio and on_the_line(["ratio"]))
+    unused = bool(wanted.ratio and given_on_command_line(["ratio"]))
     for text in wanted.methods or METHODS:
         method = policies.parse(text)
         if wanted.ratio and method.takes_ratio and not line.has_setting(text, "ratio"):

@@ -13,11 +13,17 @@ import click
 
 from pyorch.attention import bytes as cost
 from pyorch.attention.saved import resolve
-from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
+from pyorch.attention.spec import (
+    CALIBRATED,
+    DEFAULT_RATIO,
+    AttentionSpec,
+    check_against_model,
+    ratio_text,
+)
 from pyorch.cli import options as opt
 from pyorch.cli.cluster import cluster
 from pyorch.cli.cluster import show as show_cluster
-from pyorch.cli.groups import on_the_line, takes
+from pyorch.cli.groups import given_on_command_line, takes
 from pyorch.cli.lengths import (
     expectation,
     kinds_text,
@@ -51,7 +57,14 @@ class WholeContext(opt.ContextOptions):
 class Machines(opt.WorkerOptions):
     """The other machines, and how many layers they hold together."""
 
-    n_gpu_layers: int | None = opt.gpu_option()
+    n_gpu_layers: int | None = opt.gpu_option("on the workers of --rpc")
+
+
+@dataclass(frozen=True)
+class Attention(opt.AttentionOptions):
+    """The settings of attention, which are sparse by default."""
+
+    ratio: float | None = opt.ratio_option(ratio_text(DEFAULT_RATIO))
 
 
 @click.command()
@@ -59,14 +72,14 @@ class Machines(opt.WorkerOptions):
 @takes(context=WholeContext)
 @takes(elsewhere=Machines)
 @opt.cache_options
-@opt.attention_options
+@takes(attention=Attention)
 @opt.json_option
 def command(
     model: opt.ModelOptions,
     context: WholeContext,
     elsewhere: Machines,
     cache: opt.CacheOptions,
-    attention: opt.AttentionOptions,
+    attention: Attention,
     as_json: bool,
 ) -> None:
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
@@ -80,7 +93,7 @@ def command(
     from pyorch import engine
     from pyorch.models.content import card_of
 
-    if not elsewhere.workers and on_the_line(["n_gpu_layers", "tensor_split"]):
+    if not elsewhere.workers and given_on_command_line(["n_gpu_layers", "tensor_split"]):
         raise SparqError(
             "--n-gpu-layers and --tensor-split say what workers hold, and there are none",
             "--rpc HOST:PORT names them",
@@ -96,11 +109,13 @@ def command(
             geo = replace(geo, name=card.title)
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
     n_pos = context.ctx or geo.n_ctx_train or 4096
-    note_if_beyond(n_pos, geo.n_ctx_train)
+    note_if_beyond(
+        n_pos, geo.n_ctx_train, "chat, generate and serve refuse it without --rope-scaling"
+    )
     types = engine.cache_type(cache.cache_type_k), engine.cache_type(cache.cache_type_v)
     layers = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))
     if not layers:
-        raise SparqError(f"{geo.arch}: no layer of this model has a KV cache to be sparse about")
+        raise SparqError(f"{geo.arch}: no layer has a KV cache, so there is nothing to make sparse")
     threads = context.threads or engine.usable_cores()
     found = Prediction(geo, spec, n_pos, types, layers, _bandwidth(threads), threads)
     rate = product_rate() * threads / engine.usable_cores()
@@ -109,7 +124,7 @@ def command(
     if elsewhere.workers:
         away = elsewhere.n_gpu_layers
         apart = cluster(elsewhere, away, file, geo, spec, n_pos, types, found.bandwidth)
-    expected = expectation(geo, layers, contexts)
+    expected = expectation(geo, contexts)
     if as_json:
         several = apart.json() if apart else {}
         many = {"lengths": [asdict(x) for x in contexts], "expectation": expected}

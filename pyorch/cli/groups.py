@@ -76,7 +76,7 @@ def group(*options: Decorator) -> Decorator:
     return decorate
 
 
-def on_the_line(names: Iterable[str]) -> set[str]:
+def given_on_command_line(names: Iterable[str]) -> set[str]:
     """The options among `names` that the command line itself gives. A variable's value is a
     default, which gives way. Outside of a command all are given."""
     ctx = click.get_current_context(silent=True)

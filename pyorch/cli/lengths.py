@@ -17,9 +17,10 @@ COMMON = LENGTHS[:3]  # of which `expectation` speaks
 LITTLE = 1.2  # times as fast: less is called little
 KINDS = {
     "full": "read every position",
+    "latent": "have latent attention and stay dense",
     "window": "have a window",
     "recurrent": "are recurrent",
-    "other": "keep no state",  # a feed-forward block alone, or layers that only predict
+    "other": "are feed-forward only",  # or only predict further tokens
 }
 _SIDE = 1536  # of the matrices that are multiplied
 _TIMES = 5
@@ -32,6 +33,8 @@ class Length:
     memory is that of weights, K, V and the transposed K in bytes; read_s the time to read a text
     of that length; token_s that of a decoded token after it, token_s_dense with all of K and V, of
     whose bytes attention_share are K and V and the others weights; speedup is their quotient.
+    attention_read is the share of K and V that is read, and why_dense says why layers that see
+    every position are dense.
     """
 
     positions: int
@@ -42,15 +45,19 @@ class Length:
     token_s: float
     token_s_dense: float
     attention_share: float
+    attention_read: float
     speedup: float
+    why_dense: str
 
 
 def layer_kinds(geo: Geometry) -> dict[str, int]:
     """The number of layers of each kind, by the names of `KINDS`."""
     window = sum(geo.windows.of(il) > 0 for il in geo.kv_layers)
-    full = len(geo.kv_layers) - window
+    rest = len(geo.kv_layers) - window
+    full, latent = (0, rest) if geo.is_mla else (rest, 0)
     other = geo.n_layer - len(geo.kv_layers) - geo.n_recurrent
-    return {"full": full, "window": window, "recurrent": geo.n_recurrent, "other": other}
+    counts = (full, latent, window, geo.n_recurrent, other)
+    return dict(zip(KINDS, counts, strict=True))
 
 
 def kinds_text(geo: Geometry) -> str:
@@ -82,51 +89,57 @@ def lengths(
     rate: float,
     free: int,
 ) -> Iterator[Length]:
-    """What contexts of `LENGTHS` need.
+    """What contexts of `LENGTHS` need, and first that of the training if all of these are longer.
 
     Args:
         bandwidth: bytes per second that are read.
         rate: floating-point operations per second of a prompt.
         free: bytes of memory that are available.
     """
-    for n in LENGTHS:
-        weights, dense, read = token_bytes(geo, spec, n, *(t.bytes_per_element for t in types))
+    trained = geo.n_ctx_train
+    weights = geo.weight_bytes_per_token
+    for n in (trained, *LENGTHS) if 0 < trained < LENGTHS[0] else LENGTHS:
+        layers = cost.layer_costs(geo, spec, n, *(t.bytes_per_element for t in types))
+        dense, read = sum(c.bytes_dense for c in layers), sum(c.bytes_read for c in layers)
+        why = (c.split.reason for c in layers if c.split.dense and not geo.windows.of(c.il))
         memory = geo.weight_bytes + cost.cache_bytes(geo, n, *types)
         memory += cost.shadow_bytes(geo, n, spec)
         yield Length(
             n,
             memory,
             memory <= free,
-            0 < geo.n_ctx_train < n,
+            0 < trained < n,
             prompt_operations(geo, n) / rate,
             (weights + read) / bandwidth,
             (weights + dense) / bandwidth,
             dense / (weights + dense),
+            read / dense,
             (weights + dense) / (weights + read),
+            ", ".join(dict.fromkeys(why)),
         )
 
 
-def expectation(geo: Geometry, layers: Sequence[cost.LayerCost], found: Sequence[Length]) -> str:
-    """The speed-up to expect of a token, in plain words.
-
-    Args:
-        layers: their costs at the length that was asked for.
-        found: the lengths; `COMMON` ones that the model was trained for are named.
-    """
+def expectation(geo: Geometry, found: Sequence[Length]) -> str:
+    """The speed-up to expect of a token, in plain words, at the `COMMON` lengths that the model was
+    trained for, or else at the first one."""
     short = [x for x in found if x.positions in COMMON and not x.beyond_training] or found[:1]
     n_full, n_layer = layer_kinds(geo)["full"], geo.n_layer
     if all(x.speedup == 1 for x in short):
-        why = ", ".join(dict.fromkeys(c.split.reason for c in layers if not geo.windows.of(c.il)))
-        return f"No speed-up: no layer is sparse ({why or 'all have a window'})."
-    at = (f"{x.speedup:.2f}x at {x.positions}" for x in short)
-    said = f"Speed-up of a token, at most: {', '.join(at)} positions."
+        last = short[-1]
+        where = "" if all(x.speedup == 1 for x in found) else f" up to {last.positions:,} positions"
+        why = last.why_dense or "all have a window"
+        return f"No speed-up{where}: no layer is sparse ({why})."
+    first, *more = short
+    said = f"Tokens are at most {first.speedup:.2f}x faster at {first.positions:,} positions"
+    said += "".join(f", {x.speedup:.2f}x at {x.positions:,}" for x in more) + "."
     if little := [x for x in short if x.speedup < LITTLE]:
         most = 100 * max(x.attention_share for x in little)
-        where = "" if len(little) == len(short) else f" up to {little[-1].positions}"
+        read = 100 * max(x.attention_read for x in little)
+        where = "" if len(little) == len(short) else f" up to {little[-1].positions:,}"
         said += f" That is little{where}: K and V are at most {most:.0f} % of what a token reads"
         if n_full < n_layer:
             said += f", as only {n_full} of {n_layer} layers read every position"
-        said += "."
+        said += f"; {read:.0f} % of K and V are read."
     return said
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, ratio_text
-from pyorch.cli.groups import on_the_line
+from pyorch.cli.groups import given_on_command_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
 from pyorch.models import cards
@@ -135,8 +135,10 @@ def _card(named: str, path: Path) -> str | None:
 
 
 def first_ratio(card: str) -> str:
-    """The ratio to try first with the model of this card, as --ratio takes it."""
-    return ratio_text(parse_spec(cards.load(card).settings).ratio or DEFAULT_RATIO)
+    """The ratio to try first with the model of this card, as --ratio takes it; "" if all of its
+    layers stay dense."""
+    settings = cards.load(card).settings
+    return ratio_text(parse_spec(settings).ratio or DEFAULT_RATIO) if settings else ""
 
 
 def session_options(
@@ -199,12 +201,12 @@ def _make_room(options: SessionOptions, document: Document, file: GGUFFile) -> N
     from pyorch.engine import DEFAULT_CTX
 
     needed = document.n_tokens + REPLY_ROOM
-    if not on_the_line(["ctx"]):
+    if not given_on_command_line(["ctx"]):
         trained = geometry(file).n_ctx_train
         limit = needed if options["rope"] else trained or needed
         wanted = max(min(needed, limit), document.n_tokens)
         options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), wanted)
-    if not on_the_line(["cache_type_k", "cache_type_v"]):
+    if not given_on_command_line(["cache_type_k", "cache_type_v"]):
         options["type_k"], options["type_v"] = document.types
 
 
@@ -278,8 +280,8 @@ def open_session(
     file, settings = prepare(model.model, model.yes, options, documents=documents)
     note_if_weights_exceed(file, settings, load)
     card = _card(model.model, file.path) if attention is None else None
-    if card and cards.load(card).settings:
-        note(f"attention is exact; for {card} try --ratio {first_ratio(card)}", "dim")
+    if card and (ratio := first_ratio(card)):
+        note(f"attention is exact; for {card} try --ratio {ratio}", "dim")
     with progress_bar("loading the model") as progress:
         session = engine.load(file, progress=progress, **placement(load), **options)
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)

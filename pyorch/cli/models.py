@@ -61,7 +61,6 @@ def list_command(as_json: bool) -> None:
         mine = sum(m.n_bytes for m in here if m.repo == c.source)
         found = human_bytes(mine) if mine else "-" if c.source else "to convert"
         rest = f"{human_bytes(c.kv_bytes):<9}{c.settings or 'stays dense':<17}{found}"
-        rest = rest if c.loads else "llama.cpp does not load it"
         print(f"{c.name:<{width}}{c.architecture:<{arch}}{size:>9}{c.n_ctx:>9}  {rest}")
     others = [m for m in here if m.repo not in {c.source for c in known}]
     if others:
@@ -82,9 +81,8 @@ def list_command(as_json: bool) -> None:
 
 @command.command("table")
 def table_command() -> None:
-    """Print the known models that llama.cpp loads as Markdown, with the speed-ups to expect."""
-    known = (card for card in map(cards.load, cards.names()) if card.loads)
-    print(columns(_COLUMNS, known, left=("model", "of these layers")))
+    """Print the known models as Markdown, with the speed-ups to expect."""
+    print(columns(_COLUMNS, map(cards.load, cards.names()), left=("model", "of these layers")))
 
 
 def _expected(c: cards.Card, n_pos: int) -> str:
@@ -95,15 +93,11 @@ def _expected(c: cards.Card, n_pos: int) -> str:
     return f"{100 * dense / (weights + dense):.0f} %, {(weights + dense) / (weights + read):.2f}x"
 
 
-def _kinds(c: cards.Card) -> str:
-    return "all have latent attention and stay dense" if c.latent else kinds_text(c.geometry)
-
-
 _COLUMNS: dict[str, Callable[[cards.Card], object]] = {
     "model": lambda c: f"`{c.name}`",
     "parameters": lambda c: f"{c.n_params / 1e9:.3g} B",
     "layers": lambda c: c.n_layer,
-    "of these layers": _kinds,
+    "of these layers": lambda c: kinds_text(c.geometry),
     "ratio": lambda c: c.settings.removeprefix("sparq,ratio=") or "-",
     **{f"{n:,}": partial(_expected, n_pos=n) for n in COMMON},
 }
@@ -120,20 +114,20 @@ def show_command(name: str) -> None:
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"
     experts = f" in each of {c.n_expert} experts" if c.n_expert > 1 else ""
     gguf = f"hf:{c.gguf}:{c.quant}"
-    if not c.gguf and c.loads:
+    if not c.gguf:
         gguf = f"none is known for certain; make one: sparq-cpp convert hf:{c.repository}"
     lines = {
         "repository": c.repository,
-        "GGUF": gguf if c.loads and not c.package else "",
+        "GGUF": "" if c.package else gguf,
         "known files": ", ".join(_known(f) for f in c.known_files),
         "package": f"{c.package.requirement} of the Python index" if c.package else "",
         "licence": c.licence,
-        "architecture": c.architecture + ("" if c.loads else ", which llama.cpp does not load"),
+        "architecture": c.architecture,
         "note": c.note,
         "parameters": f"{c.n_params / 1e9:.2f} B",
         "geometry": c.read_from,
         "layers": f"{c.n_layer}, width {c.n_embd}, feed-forward {c.n_ff}{experts}",
-        "of these": _kinds(c),
+        "of these": kinds_text(c.geometry),
         "heads": f"{c.n_head}, {c.n_head_kv} for K and V, of {c.head_dim}",
         "positions": f"{c.positions}, {c.n_ctx}",
         "vocabulary": str(c.n_vocab),
@@ -146,8 +140,9 @@ def show_command(name: str) -> None:
         if value:
             print(f"  {key:<14}{value}")
     if c.source:
-        ratio = f" --ratio {first_ratio(c.name)}" if c.settings else ""
-        print(f"  {'try':<14}sparq-cpp chat --model {name}{ratio}")
+        ratio = first_ratio(c.name)
+        option = f" --ratio {ratio}" if ratio else ""
+        print(f"  {'try':<14}sparq-cpp chat --model {name}{option}")
 
 
 def _known(file: cards.File) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyorch.attention.spec import BUDGETS, AttentionSpec, parse_spec
-from pyorch.cli.groups import group, on_the_line, option, several, takes
+from pyorch.cli.groups import given_on_command_line, group, option, several, takes
 from pyorch.cli.log import show_log
 from pyorch.cli.types import (
     POSITIONS,
@@ -153,12 +153,12 @@ def repack_option() -> Any:
     )
 
 
-def gpu_option() -> Any:
+def gpu_option(where: str = "on the GPU, or on the workers of --rpc") -> Any:
     return option(
         "-ngl",
         "--n-gpu-layers",
         type=POSITIONS,
-        help="Number of layers on the GPU, or on the workers of --rpc.  [default: all]",
+        help=f"Number of layers {where}.  [default: all]",
     )
 
 
@@ -231,6 +231,16 @@ load_options = takes(load=LoadOptions)
 SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every command
 
 
+def ratio_option(default: str) -> Any:
+    """The field of `--ratio`; `default` says what a command does without it."""
+    return option(
+        "--ratio",
+        type=Ratio(),
+        help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%."
+        f"  [default: {default}]",
+    )
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """The settings of attention; None means not given. All others stand in the line of `-a`."""
@@ -240,15 +250,11 @@ class AttentionOptions:
         metavar="SPEC",
         help="All settings of attention as one line: sparq,ratio=1/8,shadow=q8; topk,k=512; dense.",
     )
-    ratio: float | None = option(
-        "--ratio",
-        type=Ratio(),
-        help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%.  [default: all]",
-    )
+    ratio: float | None = ratio_option("all")
     budget: str | None = option(
         "--budget",
         type=Name(*BUDGETS),
-        help="Spread of the bytes over the layers; flat reads next to the same at any length."
+        help="Spread of the bytes over the layers; flat reads about the same amount at any length."
         "  [default: uniform]",
     )
 
@@ -259,7 +265,7 @@ class AttentionOptions:
             SparqError: values are out of range, or exclude each other.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
-        if said := on_the_line(given):  # it displaces variables that exclude it
+        if said := given_on_command_line(given):  # it displaces variables that exclude it
             gone = given.keys() - said if "attn" in said else {"attn"}
             given = {name: value for name, value in given.items() if name not in gone}
         line = given.pop("attn", None)

@@ -41,4 +41,5 @@ def command(spec: str) -> None:
     print(pull.fetch(model, note).path)
     if sys.stderr.isatty():
         ratio = first_ratio(wanted.card) if wanted.card else "1/8"
-        note(f"next: sparq-cpp chat -m {spec} --ratio {ratio}", "dim")
+        option = f" --ratio {ratio}" if ratio else ""
+        note(f"next: sparq-cpp chat -m {spec}{option}", "dim")

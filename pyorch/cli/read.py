@@ -42,7 +42,7 @@ _TAKES = "a text file, a folder, or -"
 @opt.model_options
 @click.option(
     "-o",
-    "--output",
+    "--out",
     type=File(),
     metavar="FILE",
     help="Where to write it.  [default: named after the text, where `sparq-cpp documents`"
@@ -72,7 +72,7 @@ _TAKES = "a text file, a folder, or -"
 def command(
     texts: tuple[str, ...],
     model: opt.ModelOptions,
-    output: str | None,
+    out: str | None,
     system: str,
     plain: bool,
     force: bool,
@@ -97,7 +97,7 @@ def command(
     if plain:
         chosen.check_unused("--plain reads the text as it is")
     name, text = _joined(texts)
-    path = Path(output) if output else paths.private(paths.documents()) / f"{name}.kv"
+    path = Path(out) if out else paths.private(paths.documents()) / f"{name}.kv"
     check_target(path, force)
     attention = parse_spec("sparq" if spec is None else spec)
     options = session_options(attention, opt.ContextOptions(threads=threads), load)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyorch import native, paths
-from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
+from pyorch.attention.bytes import layer_costs
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import listen, served_documents, supervise
 from pyorch.cli import options as opt
@@ -37,7 +37,6 @@ from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
-from pyorch.models.memory import available_memory, weight_bytes
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -163,6 +162,7 @@ def command(
             )
         note("note: whoever reaches this address can use it", "yellow")
     options = session_options(attention.spec(), context, load, server.parallel)
+    options["windows_cut"] = not any(word.replace("_", "-") == "--swa-full" for word in more)
     found = [document_file.load(document_file.find(name)) for name in documents]
     with listen.reserved(family, address, server.port) as port:
         file, settings = _prepare(model, options, found)
@@ -375,7 +375,7 @@ def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str
 def _arguments(served: Served, adapted: bool = False) -> list[str]:
     """The line of llama-server, but for the options that are passed on; adapted: these have a LoRA
     adapter."""
-    file, settings = served.file, served.settings
+    settings = served.settings
     type_k, type_v = settings.types
     values: dict[str, object] = {
         "--model": served.file.path,
@@ -396,7 +396,7 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
         # The context is said and fits; it would load the model twice to find that out.
         "--fit": "off",
         # It does not know with which adapters a prompt was read.
-        "--cache-ram": 0 if adapted else _prompt_cache(file, settings),
+        "--cache-ram": 0 if adapted else _prompt_cache(settings),
         "--verbosity": 4,  # our library says what ran sparse at this level
     }
     names = {"scaling": "--rope-scaling", "freq_scale": "--rope-freq-scale"}
@@ -424,15 +424,10 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
     return line
 
 
-def _prompt_cache(file: GGUFFile, settings: Settings) -> int:
+def _prompt_cache(settings: Settings) -> int:
     """The MiB that prompts of earlier requests may take beside the cache. llama-server would take
     8 GiB, whatever the machine has; this is half of what it leaves, and at most that much."""
-    geo, n = geometry(file), settings.n_sequences
-    needed = weight_bytes(file)
-    needed += n * cache_bytes(geo, settings.n_ctx, *settings.types)
-    if settings.attention:
-        needed += n * shadow_bytes(geo, settings.n_ctx, settings.attention)
-    return min(8192, max(available_memory() - needed, 0) // 2 >> 20)
+    return min(8192, max(settings.left, 0) // 2 >> 20)
 
 
 def _answers(host: str, port: int) -> bool:

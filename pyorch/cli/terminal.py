@@ -28,12 +28,12 @@ def note_if_busy() -> None:
         note(text, "yellow")
 
 
-def note_if_beyond(n_ctx: int, n_ctx_train: int) -> None:
-    """Warn if a context is longer than the model was trained on."""
+def note_if_beyond(n_ctx: int, n_ctx_train: int, then: str = "the text may get worse") -> None:
+    """Warn if a context is longer than the model was trained on, and of what happens `then`."""
     if n_ctx_train and n_ctx > n_ctx_train:
         note(
             f"note: context {n_ctx} is beyond the {n_ctx_train} positions this model was trained"
-            " on; the text may get worse",
+            f" on; {then}",
             "yellow",
         )
 

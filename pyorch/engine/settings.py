@@ -108,6 +108,8 @@ class SessionOptions(TypedDict, total=False):
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
     n_away          layers whose weights, K and V are on other machines; None is all of them
+    windows_cut     layers with a window count as in llama.cpp's own programs, which keep only that
+                    and a batch; a session keeps all positions, so that it can go back to any
     """
 
     n_ctx: int | None
@@ -121,6 +123,7 @@ class SessionOptions(TypedDict, total=False):
     n_sequences: int
     n_mapped: int
     n_away: int | None
+    windows_cut: bool
 
 
 class Placement(TypedDict, total=False):
@@ -137,7 +140,8 @@ class Placement(TypedDict, total=False):
 @dataclass(frozen=True)
 class Settings:
     """The settings of a context. `types` are those of K and V in the cache; `attention` is None if
-    none was given. `lacking` is how many bytes of the weights do not fit into the memory."""
+    none was given. `left` is how many bytes of memory all of it leaves, below 0 where the weights
+    do not fit."""
 
     n_ctx: int
     n_threads: int
@@ -147,7 +151,12 @@ class Settings:
     attention: AttentionSpec | None
     rope: Rope
     n_sequences: int
-    lacking: int
+    left: int
+
+    @property
+    def lacking(self) -> int:
+        """The bytes of the weights that do not fit into the memory."""
+        return max(-self.left, 0)
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
@@ -178,6 +187,7 @@ def settings_for(
     n_sequences: int = 1,
     n_mapped: int = 0,
     n_away: int | None = 0,
+    windows_cut: bool = False,
 ) -> Settings:
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
@@ -191,26 +201,16 @@ def settings_for(
     n_ctx = context_size(geo, n_ctx, rope)
     types = cache_type(type_k), cache_type(type_v)
     spec = attention_for(attention, file.path, geo) if attention is not None else None
-    shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    mapped = cache_bytes(geo, min(n_mapped, n_ctx), *types)
-    here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
-    kv = n_sequences * cache_bytes(geo, n_ctx, *types) - mapped
-    left = check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
-    n_threads = min(n_threads or usable_cores(), MAX_THREADS)
     if n_batch is None:
         n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
     n_batch = min(n_batch, n_ctx)
-    return Settings(
-        n_ctx,
-        n_threads,
-        n_batch,
-        types,
-        flash_attn,
-        spec,
-        rope,
-        n_sequences,
-        lacking=max(-left, 0),
-    )
+    shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
+    mapped = cache_bytes(geo, min(n_mapped, n_ctx), *types)
+    here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
+    kv = n_sequences * cache_bytes(geo, n_ctx, *types, n_batch if windows_cut else None) - mapped
+    left = check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
+    n_threads = min(n_threads or usable_cores(), MAX_THREADS)
+    return Settings(n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, left)
 
 
 def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:

@@ -9,6 +9,9 @@ to read it; without it every layer is an `f`:
 
 Where some layers are `-`, the others have no feed-forward block of their own.
 
+`like` names a card whose fields this one has too, but for those that it states itself and for the
+sources of files, which are each card's own.
+
 `settings` is what to try first: ratio 1/4 if the paper's tables lose more than 4 points at 1/8 or
 have only 1/4; else 1/8; none where all layers stay dense. `evidence` is from papers unless it names
 docs/quality.md. The paper splits a ratio differently (k = 128, K in f16), so its numbers speak for
@@ -26,6 +29,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pyorch import paths
@@ -88,7 +92,6 @@ class Card:
     repository: str  # owner/name on the hub
     licence: str
     architecture: str  # as GGUF names it
-    loads: bool  # whether the pinned llama.cpp loads it; if not, `note` says what happens instead
     evidence: str
 
     n_params: int  # as published, or as llama.cpp counts them; without those of encoders
@@ -110,7 +113,7 @@ class Card:
     quant: str = ""  # the quantisation to choose
     files: tuple[File, ...] = ()  # whose content is known, without that of `package`
     package: Package | None = None  # the source of its file, instead of `gguf`
-    settings: str = ""  # an attention spec; "" = it does not load, or all its layers stay dense
+    settings: str = ""  # an attention spec; "" = all its layers stay dense
     rope_base: float = 0.0
     read_from: str = ""  # where the published configuration was read
     layers: str = ""  # a letter per layer, as above; "" = all see every position
@@ -283,7 +286,7 @@ def load(name: str) -> Card:
         raise nearest("model", name, names())
     path = paths.data("models") / f"{name}.toml"
     try:
-        card: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+        card = _table(path)
         gguf = card.pop("gguf", {"repository": "", "quant": ""})
         package, files = card.pop("package", None), card.pop("files", ())
         latent = card["geometry"].pop("latent", None)
@@ -299,8 +302,19 @@ def load(name: str) -> Card:
             **card.pop("sparse"),
             **card,
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise SparqError(f"{path} is damaged: {e}", "restore it from git, or reinstall") from None
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """What a card says, with what it takes from another one."""
+    card: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+    if "like" not in card:
+        return card
+    other = _table(path.with_name(card.pop("like") + ".toml"))
+    for part in ("geometry", "sparse"):
+        card[part] = other[part] | card.get(part, {})
+    return {k: v for k, v in other.items() if k not in ("gguf", "package", "files")} | card
 
 
 def of_file(n_bytes: int, hash_of: Callable[[], str]) -> Card | None:

@@ -144,7 +144,7 @@ def _n_recurrent(file: GGUFFile, n_head_kv: tuple[int, ...], listed: list[bool])
     names = (t.name.split(".") for t in file.tensors)
     blocks = ((part[1], part[2]) for part in names if part[0] == "blk" and len(part) > 2)
     found = {int(il) for il, what in blocks if il.isdecimal() and what.startswith(_RECURRENCES)}
-    found |= {il for il, it_is in enumerate(listed) if it_is}
+    found |= {il for il, is_recurrent in enumerate(listed) if is_recurrent}
     return sum(il in found for il, n in enumerate(n_head_kv) if n == 0)
 
 

@@ -107,8 +107,8 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
         original: a card means the repository that the model was published in, not its GGUF files.
 
     Raises:
-        SparqError: what follows `hf:` is wrong or missing, llama.cpp does not load the card's
-            model, the card knows no GGUF files, or a word is neither a file nor a card.
+        SparqError: what follows `hf:` is wrong or missing, the card knows no GGUF files, or a word
+            is neither a file nor a card.
     """
     named = text.startswith("hf:")
     if not named:
@@ -146,8 +146,6 @@ def _of_card(word: re.Match[str], original: bool) -> Spec:
             exit_code=2,
         )
     card = cards.load(word["name"])
-    if not card.loads:
-        raise SparqError(f"{card.title} cannot be used: llama.cpp does not load it", card.note)
     revision = word["revision"] or "main"
     if original:
         return Spec(card.repository, revision=revision, card=card.name)

@@ -202,7 +202,7 @@ def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("verb", ["generate -f -", "chat", "read -"])
 def test_a_closed_stdin_is_told(tiny_chat: Path, tmp_path: Path, verb: str) -> None:
     line = f"{sys.executable} -m pyorch {verb} -m {tiny_chat}"
-    done = shell(f"{line} <&-", SPARQ_READ_OUTPUT=str(tmp_path / "x.kv"))
+    done = shell(f"{line} <&-", SPARQ_READ_OUT=str(tmp_path / "x.kv"))
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: stdin is closed")
 
 

@@ -25,11 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny as tiny_models
 
 from pyorch import native
 from pyorch.cli import serve
 from pyorch.cli.serve import Account
 from pyorch.errors import SparqError
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
+from pyorch.models.memory import weight_bytes
 from pyorch.native import build
 
 STANDIN = """
@@ -410,6 +414,25 @@ def test_slots_count_for_the_memory(
     result = run("serve", "-m", tiny, "--ctx", 4096)
     assert result.code == 1 and "of memory is available" in result.err
     assert "lower --parallel or --ctx" in result.err
+
+
+def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Path) -> None:
+    """Five layers of six keep their window of 64 and a batch, in blocks of 256 positions."""
+    file = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=6)
+    geo = geometry(read_gguf(file))
+    row = 2 * 2 * geo.n_head_kv[0] * geo.head_dim_k  # of f16, K and V
+    cut, whole = ((5 * n + 4096) * row for n in (768, 4096))
+    weights, ctx = weight_bytes(read_gguf(file)), ("-m", file, "--ctx", 4096, "-np", 1)
+    spare = 8 << 20
+    room = {"SPARQ_MEMORY_LIMIT": str(cut + weights + spare)}
+    with standin("", *ctx, **room) as running:
+        running.until_ready()
+    assert after(standin.started()["argv"], "--cache-ram") == str(spare // 2 >> 20)
+    room = {"SPARQ_MEMORY_LIMIT": str(whole - 1)}
+    with standin("", *ctx, **room) as running:
+        running.until_ready()
+    with standin("", *ctx, "--", "--swa-full", **room) as running:
+        assert running.rest() == 1 and "for the cache" in running.said
 
 
 def test_it_is_built_when_first_needed(

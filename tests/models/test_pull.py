@@ -81,9 +81,6 @@ def test_a_cards_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("llama2-7b") == pull.Spec(card.gguf, quant="Q4_K_M", card="llama2-7b")
     assert parse("llama2-7b:Q8_0@v2") == pull.Spec(card.gguf, "", "Q8_0", "v2", "llama2-7b")
     assert parse("llama2-7b", original=True) == pull.Spec(card.repository, card="llama2-7b")
-    with pytest.raises(SparqError, match="does not load") as e:
-        parse("opt-13b")
-    assert "unknown model architecture: 'opt'" in e.value.hint
     with pytest.raises(SparqError, match="no repository is known for certain") as e:
         parse("cerebras-gpt-6.7b")
     assert "sparq-cpp convert hf:cerebras/Cerebras-GPT-6.7B" in e.value.hint
@@ -101,8 +98,9 @@ def test_every_card_with_files_can_be_pulled(
 ) -> None:
     card = cards.load(name)
     hub.repo, hub.files = card.gguf, {"m-Q2_K.gguf": b"", f"m.{card.quant}.gguf": gguf}
-    code, out, _ = run("pull", name)
+    code, out, err = run("pull", name, terminal=True)
     assert code == 0 and Path(out.strip()).read_bytes() == gguf
+    assert ("--ratio" in err) == bool(card.settings)
 
 
 def test_explain_asks_the_card(hub: Hub, run: Callable[..., Any]) -> None:
@@ -111,7 +109,6 @@ def test_explain_asks_the_card(hub: Hub, run: Callable[..., Any]) -> None:
         assert code == 0 and "from its card" in err and not hub.log
         result, card = json.loads(out), cards.load(name)
         assert result["model"] == card.title and result["kv_memory"] == 2048 * card.kv_bytes
-    assert run("explain", "-m", "opt-13b")[0] == 1
 
 
 def test_a_cards_checksum(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,8 +461,6 @@ def test_bench_takes_the_same_names(
     assert code == 1 and "is not downloaded" in err and not plans
     code, _, err = run("bench", "--yes", "-d", 64, "-m", f"hf:{REPO},{REPO}/m.gguf")
     assert "enough" in err and [m.read_bytes() for m in plans[0].models] == [gguf] * 2
-    code, _, err = run("bench", "-m", "opt-13b")
-    assert code == 1 and "llama.cpp does not load it" in err
 
 
 def test_the_environment_is_respected(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
