@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyorch.errors import SparqError
 from pyorch.models import layers
-from pyorch.models.gguf_checks import check_loadable
+from pyorch.models.gguf_checks import check_loadable, is_number
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.layers import Windows
 
@@ -114,8 +114,46 @@ def geometry(file: GGUFFile) -> Geometry:
         n_own_cache=layers.n_own_cache(arch, n_layer, keys),
         n_recurrent=_n_recurrent(file, n_head_kv, no_cache[:n_trunk]),
     )
-    check_loadable(file, geo, n_expert)
+    check_loadable(file, n_layer, n_expert)
+    _check_heads(file, geo)
     return geo
+
+
+def _check_heads(file: GGUFFile, geo: Geometry) -> None:
+    """Refuse what would end the process in attention, as `gguf_checks` does: RoPE has to fit the
+    head, and K, V and the weights each other."""
+    if not geo.kv_layers:
+        return
+    m = {k.removeprefix(geo.arch + "."): v for k, v in file.metadata.items()}
+
+    def need(what: str, number: object, good: bool) -> None:
+        if not good:
+            raise SparqError(
+                f"{file.path}: {what} is {number!r:.80}, where heads have {geo.head_dim_k} "
+                f"elements of K and {geo.head_dim_v} of V"
+            )
+
+    lengths = [v for k, v in m.items() if k.startswith("attention.key_length")]
+    longest = max((n for n in lengths if isinstance(n, int)), default=geo.head_dim_k)
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        n_rot = m.get(key, 0)
+        need(key, n_rot, is_number(n_rot, 0, longest) and n_rot % 2 == 0)
+    if geo.is_mla:  # the cache holds the latent vector
+        rank, n_rot = m.get("attention.kv_lora_rank"), m.get("rope.dimension_count", 0)
+        need("attention.kv_lora_rank", rank, rank == geo.head_dim_v == geo.head_dim_k - n_rot)
+    if geo.is_mla or any(k.endswith("_length_swa") for k in m):
+        return
+    same = geo.head_dim_k == geo.head_dim_v
+    shapes = {t.name: t.shape for t in file.tensors if len(t.shape) == 2}
+    for i, (n_head, n_head_kv) in enumerate(zip(geo.n_head, geo.n_head_kv, strict=True)):
+        fused = f"blk.{i}.attn_qkv.weight"
+        need(f"the shape of {fused}", shapes.get(fused), fused not in shapes or same)
+        for name, axis, want in (
+            (f"blk.{i}.attn_k.weight", 1, n_head_kv * geo.head_dim_k),
+            (f"blk.{i}.attn_output.weight", 0, n_head * geo.head_dim_v),
+        ):
+            if name in shapes and n_head_kv:
+                need(f"the shape of {name}", shapes[name], shapes[name][axis] == want)
 
 
 def _printable(text: object) -> str:
