@@ -17,7 +17,6 @@
 
 #include "sparse-codes.h"
 #include "sparse-layout.h"
-#include "sparse-reasons.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
