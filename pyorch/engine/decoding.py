@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 LONGER = "raise --ctx (beyond the model's training: with --rope-scale), or shorten the text"
 _ABORTED = 2  # what llama_decode returns when its callback ends it
-_BEFORE_END = (
-    32  # tokens: the next prompt may end otherwise than with the words that ask for a reply
-)
+# A checkpoint is so many tokens before the end of a prompt. The words there, which ask for a reply,
+# are not always those that stand before the reply in the next prompt
+_BEFORE_END = 32
 _FORGETFUL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: windows and recurrent layers
 
 
@@ -127,17 +127,14 @@ def prefill(
     """
     check_length(session, len(session.tokens) + len(tokens))
     started = time.perf_counter()
-    i, keeps = 0, ends and _forgets(session)
+    i, kept_at = 0, max(len(tokens) - _BEFORE_END, 0) if ends and _forgets(session) else -1
     while i < len(tokens):
         if should_stop is not None and should_stop():
             break
-        size = session.n_batch
-        if keeps and (left := len(tokens) - _BEFORE_END - i) > 0:
-            size = min(size, left)
-        elif keeps:
-            keeps = False
+        if i == kept_at:
             _keep(session)
-        batch = tokens[i : i + size]
+        end = i + session.n_batch
+        batch = tokens[i : min(end, kept_at) if i < kept_at else end]
         i += len(batch)
         if not _decode_tokens(session, batch, should_stop, ends and i == len(tokens)):
             break
@@ -188,7 +185,7 @@ def rewind(session: Session, n: int) -> None:
 def _cut(session: Session, n: int) -> int:
     """Keep the first `n` tokens, or as many of them as can be. Returns their number."""
     if n >= len(session.tokens):
-        return n
+        return len(session.tokens)
     tokens, kept = session.tokens[:n], session.checkpoint
     if n > 0 and cut_sequence(session, 0, n):
         session.tokens = tokens
@@ -214,7 +211,7 @@ def _window(session: Session) -> int:
 
 
 def _forgets(session: Session) -> bool:
-    """Whether the memory cannot be cut anywhere."""
+    """Whether there are places where the memory cannot be cut."""
     lib, model = session.lib, session.model.handle
     if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
         return True
@@ -222,19 +219,19 @@ def _forgets(session: Session) -> bool:
 
 
 def _keep(session: Session) -> None:
-    """Make a checkpoint of what is read."""
+    """Make a checkpoint of what is read, in place of the one before; none if llama.cpp cannot."""
+    session.checkpoint = None
     if not session.tokens:
         return
     size = session.lib.llama_state_seq_get_size_ext(session.ctx, 0, _FORGETFUL)
-    state = (ctypes.c_uint8 * size)()
-    size = session.lib.llama_state_seq_get_data_ext(session.ctx, state, size, 0, _FORGETFUL)
-    session.checkpoint = len(session.tokens), bytes(state)[:size]
+    state = (ctypes.c_uint8 * size)()  # kept as it is: windows may take hundreds of megabytes
+    if session.lib.llama_state_seq_get_data_ext(session.ctx, state, size, 0, _FORGETFUL) == size:
+        session.checkpoint = len(session.tokens), state
 
 
-def _restored(session: Session, n: int, state: bytes) -> bool:
+def _restored(session: Session, n: int, state: ctypes.Array[ctypes.c_uint8]) -> bool:
     """Go back to a checkpoint after `n` tokens; False if llama.cpp cannot."""
-    data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-    size = session.lib.llama_state_seq_set_data_ext(session.ctx, data, len(data), 0, _FORGETFUL)
+    size = session.lib.llama_state_seq_set_data_ext(session.ctx, state, len(state), 0, _FORGETFUL)
     rm = session.lib.llama_memory_seq_rm
     return bool(size == len(state) and rm(session.memory, 0, n, -1))
 

@@ -16,6 +16,8 @@ from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
+    import ctypes
+
     from typing_extensions import Unpack
 
 
@@ -119,7 +121,8 @@ class Session:
         self.vocab, self.n_vocab = model.vocab, model.n_vocab
         self.types, self.rope, self.watch = settings.types, settings.rope, watch
         self.tokens: list[int] = []
-        self.checkpoint: tuple[int, bytes] | None = None  # see decoding.py
+        # what layers that forget knew after so many tokens, see decoding.py
+        self.checkpoint: tuple[int, ctypes.Array[ctypes.c_uint8]] | None = None
         self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()
         self.owns_model = False  # whether the model is closed with the session

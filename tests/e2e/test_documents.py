@@ -459,6 +459,31 @@ def test_opened_is_as_read_by_any_model(
         assert s.timings.prefill_tokens == 3, "nothing of the document is read again"
 
 
+@pytest.mark.parametrize(
+    "options", [{"n_batch": 1024}, {"n_batch": 64}, {"swa_full": True}], ids=str
+)
+@pytest.mark.parametrize("arch", ["gemma3", "gpt-oss"])
+def test_windows_in_a_cache_of_another_size(
+    tmp_path: Path, arch: str, options: dict[str, int]
+) -> None:
+    """They lie in other cells there, so sums are in another order."""
+    path = other(tmp_path, arch)
+    with engine.load(path, n_ctx=1536, attention=SPARSE) as s:
+        engine.read_document(s, tmp_path / "d.kv", reading())
+    with engine.load(path, n_ctx=1536, attention=SPARSE, **options) as s:
+        opened(s, tmp_path / "d.kv")
+        engine.prefill(s, [100, 101, 102])
+        near = engine.logits(s)
+    with engine.load(path, n_ctx=1536, attention=SPARSE) as s:
+        opened(s, tmp_path / "d.kv")
+        engine.prefill(s, [100, 101, 102])
+        wanted = engine.logits(s)
+        engine.rewind(s, 0)
+        engine.prefill(s, [100, 101, 102])
+        assert np.abs(engine.logits(s) - wanted).max() > 0.5, "the text matters"
+    np.testing.assert_allclose(near, wanted, atol=0.02)
+
+
 @pytest.mark.parametrize("arch", OTHERS)
 def test_a_prompt_that_leaves_a_document(tmp_path: Path, arch: str) -> None:
     """Layers that forget have the end of it alone, so all is read."""

@@ -93,6 +93,23 @@ def test_a_text_that_spells_control_tokens(
     assert "'</s>. the t' comes where '</s>. th' was read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_why_a_document_is_not_used(
+    dated: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    forgets: bool,
+) -> None:
+    document = read(dated, tmp_path / "d.kv")
+    monkeypatch.setattr(Document, "needs_whole", forgets)
+    monkeypatch.setattr(served_documents, "_difference", lambda *_: "7 of 9 tokens can be used")
+    assert usable(document, "http://127.0.0.1:1") == 0
+    rest = "all of it, for its windows or recurrent layers" if forgets else "the rest"
+    said = f"note: story: only 7 of 9 tokens can be used; each prompt reads {rest}\n"
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "more", [("--chat-template-file", "x"), ("--chat_template=x",), ("--no-jinja",)]
 )
