@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from pyorch.attention.bytes import cache_bytes, shadow_bytes
+from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
@@ -19,6 +20,9 @@ from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
+
+if TYPE_CHECKING:
+    from pyorch.engine.model import Session
 
 MASK_BYTES = 128 << 20  # the most of a mask, by default
 DEFAULT_CTX = 8192  # by default; less if the model was trained on less
@@ -130,7 +134,8 @@ class Placement(TypedDict, total=False):
     """Where a model goes, as keywords of `load` and `load_model`, which explains them."""
 
     n_gpu_layers: int | None
-    kv_offload: bool
+    kv_offload: bool | None
+    placed: Callable[[Session], None] | None
     workers: Sequence[str]
     tensor_split: Sequence[float]
     numa: str
@@ -141,7 +146,7 @@ class Placement(TypedDict, total=False):
 class Settings:
     """The settings of a context. `types` are those of K and V in the cache; `attention` is None if
     none was given. `left` is how many bytes of memory all of it leaves, below 0 where the weights
-    do not fit."""
+    do not fit. `windows_cut` as in `SessionOptions`."""
 
     n_ctx: int
     n_threads: int
@@ -152,11 +157,17 @@ class Settings:
     rope: Rope
     n_sequences: int
     left: int
+    windows_cut: bool
 
     @property
     def lacking(self) -> int:
         """The bytes of the weights that do not fit into the memory."""
         return max(-self.left, 0)
+
+    def cache(self, geo: Geometry) -> Cache:
+        """What such a context of a model keeps."""
+        sizes = self.types, self.n_ctx, self.n_batch, self.n_sequences
+        return Cache(geo, self.attention, *sizes, self.windows_cut)
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
@@ -210,7 +221,8 @@ def settings_for(
     kv = n_sequences * cache_bytes(geo, n_ctx, *types, n_batch if windows_cut else None) - mapped
     left = check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
-    return Settings(n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, left)
+    shape = n_ctx, n_threads, n_batch, types, flash_attn
+    return Settings(*shape, spec, rope, n_sequences, left, windows_cut)
 
 
 def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:

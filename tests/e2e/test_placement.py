@@ -274,3 +274,48 @@ def test_a_context_that_only_measures_gets_no_shadow(tmp_path: Path) -> None:
 def test_the_comparison_can_fail(run) -> None:
     """The comparison sees what it is to see: sparse logits are not the dense ones."""
     assert len({run(spec, 0)["bits"] for spec in (SPARQ, TOPK, "dense", "off")}) == 4
+
+
+# ---- as many as fit ----
+
+GIB = 1 << 30
+FITTED = {"n_ctx": 8192, "attention": SPARQ}
+N_REPLY = 19  # of 20 tokens, of which the first follows the prompt
+LAYER = 8192 * 2 * 32 * (2 + 2 + 0.5)  # of the tiny model: K, V and codes of K; scales beside
+
+
+@pytest.fixture(scope="module")
+def fitted(fake: Path, tmp_path_factory: pytest.TempPathFactory):
+    """fitted(bytes of each of two devices beside the margin, options of fitted.py)."""
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    model = tiny_models.write(path, "llama", n_layer=6, n_ctx=8192)
+
+    def go(n_bytes: float, **options: Any) -> dict[str, Any]:
+        text, size = json.dumps({**FITTED, **options}), str(int(GIB + n_bytes))
+        return from_child(HERE / "fitted.py", model, fake, text, FAKE_DEVICES="2", FAKE_MEMORY=size)
+
+    return go
+
+
+def test_as_many_as_fit(fitted) -> None:
+    """Where K and V do not fit, those of some layers stay in memory, and the text is the same."""
+    whole = fitted(GIB)
+    assert whole["in_memory"] == [] and whole["said"] == ""
+    some = fitted(5 * LAYER)  # weights, mask and the room for a prompt take their part
+    n = len(some["in_memory"])
+    assert 0 < n < 6 and some["tokens"] == whole["tokens"]
+    assert sum(whole["attend"]) == 6 * N_REPLY and sum(some["attend"]) == (6 - n) * N_REPLY
+    assert all(some["attend"]), "both devices have layers"
+    line = f"note: K and V of {n} of 6 layers do not fit on the GPU and stay in memory: at most "
+    assert some["said"].startswith(line) and some["said"].count("\n") == 1
+    none = fitted(0)
+    assert none["in_memory"] == [*range(6)] and none["tokens"] == whole["tokens"]
+    assert sum(none["attend"]) == 0 and "K and V of 6 of 6 layers" in none["said"]
+
+
+def test_what_insists(fitted) -> None:
+    for kv_offload in (True, False):
+        got = fitted(0, kv_offload=kv_offload)
+        assert got["in_memory"] == [] and got["said"] == ""
+        assert sum(got["attend"]) == 6 * N_REPLY * kv_offload
+    assert fitted(0, n_gpu_layers=0)["in_memory"] == []
