@@ -174,3 +174,29 @@ def test_llama_server_is_told(
     for kv_offload in (True, False):
         said = replace(served, load=LoadOptions(kv_offload=kv_offload))
         assert serve._kv_in_memory(said, tmp_path) == {}
+
+
+def card_row(n_gib: int, name: str) -> str:
+    """A row of docs/gpu.md, of the weights and the geometry on a model's card."""
+    card = cards.load(name)
+    geo = card.geometry
+    free = int(0.95 * n_gib * 2**30) - MARGIN - geo.weight_bytes
+
+    def made(n_pos: int) -> tuple[dict[int, int], tuple[int, ...]]:
+        one = Cache(geo, parse_spec("sparq,ratio=1/8"), F16, n_pos, min(512, (128 << 20) // n_pos))
+        return one.layer_bytes(), one.in_memory(free, geo.kv_layers)
+
+    longest = max(n for n in range(1024, N_POS + 1, 1024) if not made(n)[1])
+    sizes, stay = made(N_POS)
+    size, there = human_bytes(geo.weight_bytes), len(sizes) - len(stay)
+    rest = human_bytes(sum(sizes[il] for il in stay))
+    row = (f"{n_gib} GB", card.title, size, f"{longest:,}", f"{there} of {len(sizes)}", rest)
+    return f"| {' | '.join(row)} |"
+
+
+@pytest.mark.parametrize(
+    ("n_gib", "name"), [(8, "llama3.1-8b"), (12, "llama3.1-8b"), (24, "qwen3.6-27b")]
+)
+def test_the_cards_of_the_docs(n_gib: int, name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text("utf-8")
+    assert card_row(n_gib, name) in page.splitlines()

@@ -217,13 +217,15 @@ def test_a_device_without_memory_for_the_counters(run) -> None:
     spec={"sparq": SPARQ, "topk": TOPK},
     order=["rp", "pr", "prp", "rpr", "rppr"],
     unified={"unified": True, "split": False},
+    offload_kqv={"on the device": True, "in memory": False},
 )
 def test_a_reply_beside_prompts_is_what_it_is_alone(
-    spec: str, order: str, unified: bool, run
+    spec: str, order: str, unified: bool, offload_kqv: bool, run
 ) -> None:
-    """On a device llama.cpp reads the prompts of a batch, and our ops its replies."""
+    """On a device llama.cpp reads the prompts of a batch, wherever K lies, and our ops its
+    replies."""
     spec = spec.replace("rank", "shadow=f16,rank")  # codes share a scale with other sequences
-    got = run(spec, ALL, order=order, unified=unified)
+    got = run(spec, ALL, order=order, unified=unified, offload_kqv=offload_kqv)
     counters, n_reply, n_prompt = got["info"]["counters"], order.count("r"), order.count("p")
     assert counters["calls_sparse"] == 2 * n_reply * N_LAYER and counters["calls_prefill"] == 0
     assert counters["stock_reasons"] == {"prefill": 2 * 90 * n_prompt * N_LAYER}
