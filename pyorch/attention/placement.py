@@ -35,16 +35,16 @@ class Cache:
     """K and V of a context, and what sparse attention keeps beside them.
 
     spec None is llama.cpp's own attention; n_batch are the tokens that a prompt is read in at once;
-    windows_cut as in `SessionOptions`.
+    swa_full as in `SessionOptions`.
     """
 
     geo: Geometry
     spec: AttentionSpec | None
     types: tuple[TensorType, TensorType]
     n_ctx: int
-    n_batch: int = 512
+    n_batch: int = cost.N_BATCH
     n_sequences: int = 1
-    windows_cut: bool = False
+    swa_full: bool = False
 
     def layer_bytes(self) -> dict[int, int]:
         """The bytes of each layer that has K and V of its own, the transposed K included: that of
@@ -53,7 +53,7 @@ class Cache:
         found = {}
         for il in (il for il in self.geo.kv_layers if il < self.geo.n_own_cache):
             alone = tuple(n if i == il else 0 for i, n in enumerate(self.geo.n_head_kv))
-            geo, cut = replace(self.geo, n_head_kv=alone), self.n_batch * self.windows_cut or None
+            geo, cut = replace(self.geo, n_head_kv=alone), None if self.swa_full else self.n_batch
             n = cost.cache_bytes(geo, self.n_ctx, *self.types, cut)
             n += cost.shadow_bytes(geo, self.n_ctx, spec)
             found[il] = n * self.n_sequences

@@ -44,8 +44,6 @@ from pyorch.text import human_bytes
 if TYPE_CHECKING:
     from pyorch.ggml import TensorType
 
-N_BATCH = 512  # tokens that llama.cpp reads at once by default
-
 
 @dataclass(frozen=True)
 class WholeContext(opt.ContextOptions):
@@ -95,6 +93,7 @@ def command(
     """
     from pyorch import engine
     from pyorch.bench import bandwidth
+    from pyorch.engine.settings import batch_size
     from pyorch.models.content import card_of
 
     if not elsewhere.workers and given_on_command_line(["n_gpu_layers", "tensor_split"]):
@@ -132,7 +131,7 @@ def command(
     if not (there or apart) and elsewhere.kv_offload is not None:
         note("note: no GPU is here, so K and V lie in memory", "yellow")
     weights = sum(layer_weights(file, geo.n_layer, used=False)) if file else geo.weight_bytes
-    whole = Cache(geo, spec, types, n_pos, min(N_BATCH, n_pos))
+    whole = Cache(geo, spec, types, n_pos, batch_size(n_pos))
     places = gpu.places(there, whole, weights, elsewhere.kv_offload) if there else []
     expected = expectation(geo, contexts)
     if as_json:
@@ -197,13 +196,10 @@ class Prediction:
         return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
 
     @property
-    def memory(self) -> tuple[int, int, int]:
-        """The bytes of the cache, of the cache in llama.cpp's own programs, which keep only the
-        windows, and of the transposed K."""
-        geo, n_pos = self.geo, self.n_pos
-        whole = cost.cache_bytes(geo, n_pos, *self.types)
-        cut = cost.cache_bytes(geo, n_pos, *self.types, N_BATCH)
-        return whole, cut, cost.shadow_bytes(geo, n_pos, self.spec)
+    def memory(self) -> tuple[int, int]:
+        """The bytes of the cache and of the transposed K."""
+        cache = cost.cache_bytes(self.geo, self.n_pos, *self.types, cost.N_BATCH)
+        return cache, cost.shadow_bytes(self.geo, self.n_pos, self.spec)
 
     def token_s(self, attention_bytes: int) -> float:
         return (attention_bytes + self.geo.weight_bytes_per_token) / self.bandwidth
@@ -217,7 +213,7 @@ class Prediction:
         return cost.uses_mean_v(self.spec) and not c.split.dense
 
     def json(self) -> dict[str, object]:
-        whole, cut, shadow = self.memory
+        cache, shadow = self.memory
         return {
             "model": self.geo.name,
             "architecture": self.geo.arch,
@@ -234,8 +230,7 @@ class Prediction:
             "weight_bytes_per_token": self.geo.weight_bytes_per_token,
             "attention_share_dense": self.dense / (self.dense + self.geo.weight_bytes_per_token),
             "cache_types": [t.name for t in self.types],
-            "kv_memory": whole,
-            "kv_memory_windows_cut": cut,
+            "kv_memory": cache,
             "shadow_memory": shadow,
             "bandwidth": self.bandwidth,
             "token_s_dense": self.token_s(self.dense),
@@ -306,16 +301,11 @@ def _print_layers(p: Prediction) -> None:
 
 
 def _print_memory(p: Prediction) -> None:
-    whole, cut, shadow = p.memory
+    cache, shadow = p.memory
     print(
-        f"  memory                      cache {human_bytes(whole)}, "
+        f"  memory                      cache {human_bytes(cache)}, "
         f"transposed K {human_bytes(shadow)}"
     )
-    if cut < whole:
-        print(
-            f"    in llama.cpp's programs   cache {human_bytes(cut)}: they keep the windows only, "
-            "and cannot go back"
-        )
 
 
 def _share(part: float, whole: float) -> str:

@@ -15,7 +15,7 @@ from pyorch.attention.placement import MARGIN, Cache, Rates, layers_on_gpu
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
 from pyorch.cli.options import LoadOptions
-from pyorch.engine.settings import settings_for
+from pyorch.engine.settings import batch_size, settings_for
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
 from pyorch.models.gguf_file import read_gguf
@@ -65,14 +65,15 @@ def test_sequences_and_a_shadow_that_may_come_are_counted() -> None:
 
 
 def test_layers_that_save_the_most_go_first() -> None:
-    """A session keeps all positions in layers with a window, of which a token reads few."""
+    """With swa_full a session keeps all positions in layers with a window, of which a token reads
+    few."""
     geo = cards.load("gemma-3-4b-it").geometry
-    made = Cache(geo, EIGHTH, F16, 32768)
+    made = Cache(geo, EIGHTH, F16, 32768, swa_full=True)
     full = [il for il in geo.kv_layers if not geo.windows.of(il)]
     sizes = made.layer_bytes()
     stay = made.in_memory(sum(sizes[il] for il in full) * 2, geo.kv_layers)
     assert stay and not set(stay) & set(full)
-    cut = replace(made, windows_cut=True).layer_bytes()
+    cut = replace(made, swa_full=False).layer_bytes()
     assert all((cut[il] < sizes[il]) == (il not in full) for il in sizes)
 
 
@@ -183,7 +184,7 @@ def card_row(n_gib: int, name: str) -> str:
     free = int(0.95 * n_gib * 2**30) - MARGIN - geo.weight_bytes
 
     def made(n_pos: int) -> tuple[dict[int, int], tuple[int, ...]]:
-        one = Cache(geo, parse_spec("sparq,ratio=1/8"), F16, n_pos, min(512, (128 << 20) // n_pos))
+        one = Cache(geo, parse_spec("sparq,ratio=1/8"), F16, n_pos, batch_size(n_pos))
         return one.layer_bytes(), one.in_memory(free, geo.kv_layers)
 
     longest = max(n for n in range(1024, N_POS + 1, 1024) if not made(n)[1])
