@@ -321,3 +321,14 @@ def test_what_insists(fitted) -> None:
         assert got["in_memory"] == [] and got["said"] == ""
         assert sum(got["attend"]) == 6 * N_REPLY * kv_offload
     assert fitted(0, n_gpu_layers=0)["in_memory"] == []
+
+
+def test_a_document_is_mapped_into_what_stays_in_memory(fitted, tmp_path: Path) -> None:
+    """Its pages take the place of K and V there; a device gets a copy of the rest."""
+    wide = {"n_ctx": 1536, "n_sequences": 96, "document": str(tmp_path / "d.kv")}  # large buffers
+    here = fitted(GIB, kv_offload=False, **wide)
+    there = fitted(GIB, **wide)
+    assert there["in_memory"] == [] and there["mapped"] == 0 < here["mapped"]
+    some = fitted(90 << 20, **wide)
+    assert 0 < len(some["in_memory"]) < 6 and 0 < some["mapped"] < here["mapped"]
+    assert here["tokens"] == there["tokens"] == some["tokens"]
