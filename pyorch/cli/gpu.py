@@ -128,7 +128,7 @@ def in_memory_text(cache: Cache, in_memory: Sequence[int], there: Facts | None) 
         token_s = cache.token_s(cache.n_ctx, there.rates, in_memory)
         text += f": {_rate(token_s)} after {cache.n_ctx} positions"
     if cache.spec is None or cache.spec.method == "off":
-        return text + "; llama.cpp copies them to the GPU for each token, --ratio 1/8 does not"
+        return f"{text}; llama.cpp copies them there for each token, -a dense and --ratio do not"
     return text + "; --kv-offload insists"
 
 

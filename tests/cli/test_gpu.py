@@ -150,7 +150,7 @@ def test_the_line_that_is_said() -> None:
         f"at most {rate:.1f} tokens/s after 131072 positions; --kv-offload insists"
     )
     exact = gpu.in_memory_text(cache(None), (3, 4, 5), None)
-    assert "tokens/s" not in exact and exact.endswith("for each token, --ratio 1/8 does not")
+    assert "tokens/s" not in exact and exact.endswith("for each token, -a dense and --ratio do not")
 
 
 def test_llama_server_is_told(
