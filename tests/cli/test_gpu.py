@@ -100,6 +100,12 @@ def test_which_layers_llama_cpp_puts_on_a_gpu() -> None:
     assert not layers_on_gpu(4, 0)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measurement of this machine."""
+    monkeypatch.setattr("pyorch.cli.explain.product_rate", lambda: 1e11)
+
+
 def a_gpu(n_bytes: float) -> gpu.Facts:
     return gpu.Facts(["RTX 0000"], int(n_bytes), RATES)
 
