@@ -23,8 +23,8 @@ def test_slots_with_kv_in_memory(
     with all of K and V in memory, and with those of one layer."""
     fake = fake_device.build(tmp_path, Path(server_dir))
     monkeypatch.setenv("GGML_BACKEND_PATH", str(fake))
-    line = ("-m", tiny, "-t", 1, "-np", N_SLOT, "-c", 4096, "-b", 64, "-ub", 64, "--fit", "off")
-    line += ("--no-kv-unified", "--sparse-attn", SERVERS)
+    line = ("-m", tiny, "-t", 1, "-np", N_SLOT, "-c", 4096, "-b", 64, "-ub", 64, "-lv", 4)
+    line += ("--no-kv-unified", "--fit", "off", "--sparse-attn", SERVERS)
     found = []
     for more, in_memory in ((("-ngl", 0), ""), (("-nkvo",), ""), ((), "1")):
         monkeypatch.setenv("SPARQ_KV_IN_MEMORY", in_memory)
@@ -33,7 +33,8 @@ def test_slots_with_kv_in_memory(
             alone = [complete(url, seed, spec) for seed, spec in enumerate(SPECS)]
             together = list(pool.map(lambda x, url=url: complete(url, *x), enumerate(SPECS)))
         layers = f"offloaded {0 if '-ngl' in more else N_LAYER + 1}/{N_LAYER + 1} layers to GPU"
-        assert layers in log.read_text(errors="replace")
+        said = log.read_text(errors="replace")
+        assert layers in said and ("FAKE0 KV buffer size" in said) == (in_memory == "1")
         found.append([[x["content"] for x in replies] for replies in (alone, together)])
         assert all(len(text) > 10 for text in found[-1][0])
     assert found[0][0] == found[0][1] and found == [found[0]] * 3
