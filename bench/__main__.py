@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "peak": "bench.papers.roofline:PEAK",
     "gpu_attention": "bench.gpu.attention:MEASUREMENT",
     "gpu_tokens": "bench.gpu.tokens:MEASUREMENT",
+    "gpu_in_memory": "bench.gpu.in_memory:MEASUREMENT",
 }
 OTHERS = {"ablations": "bench.papers.ablations:command", "draw": "bench.draw:command"}
 

@@ -3,6 +3,7 @@
 // Loaded with ggml_backend_load(). Their memory is mapped without access, except while a function of the device itself runs, so an op
 // of the CPU backend that reads it crashes; and a graph on a device with a source in other memory aborts. FAKE_DEVICES: how many.
 // FAKE_REFUSE: sub-operations of SPARSE_ATTN that supports_op() denies, as a string of digits. FAKE_FULL: no memory for the smallest buffers.
+// FAKE_MEMORY: the bytes of each, of which buffers take theirs.
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
@@ -29,6 +30,18 @@ struct device {
     ggml_backend_buffer_type    buft;
     ggml_backend_device         dev;
     long                        n_nodes[8] = {}; // of SPARSE_ATTN that it ran, by sub-operation
+
+    size_t total() const {
+        const char * n = getenv("FAKE_MEMORY");
+        return n ? strtoull(n, nullptr, 10) : (size_t) 1 << 34;
+    }
+    size_t free() const {
+        size_t res = total();
+        for (const memory * m : buffers) {
+            res -= m->size;
+        }
+        return res;
+    }
 
     void protect(int prot) {
         for (const memory * m : buffers) {
@@ -152,13 +165,17 @@ const ggml_backend_device_i DEVICE = [] {
     ggml_backend_device_i res = {};
     res.get_name        = [](ggml_backend_dev_t d) { return ((device *) d->context)->name.c_str(); };
     res.get_description = res.get_name;
-    res.get_memory      = [](ggml_backend_dev_t, size_t * free, size_t * total) { *free = *total = (size_t) 1 << 34; };
+    res.get_memory      = [](ggml_backend_dev_t d, size_t * free, size_t * total) {
+        *free  = ((device *) d->context)->free();
+        *total = ((device *) d->context)->total();
+    };
     res.get_type        = [](ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; };
     res.get_props       = [](ggml_backend_dev_t d, ggml_backend_dev_props * props) {
         *props = {};
         props->name = props->description = ((device *) d->context)->name.c_str();
         props->type = GGML_BACKEND_DEVICE_TYPE_GPU;
-        props->memory_free = props->memory_total = (size_t) 1 << 34;
+        props->memory_free  = ((device *) d->context)->free();
+        props->memory_total = ((device *) d->context)->total();
     };
     res.init_backend    = [](ggml_backend_dev_t d, const char *) {
         static ggml_guid guid = { 'f', 'a', 'k', 'e' };

@@ -66,6 +66,10 @@ void llama_sparse_cells_moved(
 // All of K and V is about to be set to zero. Before it is, since the pages of a document's file must be unmapped first
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow);
 
+// The memory that K and V of layer il get, where llama.cpp would take buft: the CPU's for the layers that SPARQ_KV_IN_MEMORY lists, "0,3,7". So K and V
+// of some layers can lie on a GPU and those of others in memory
+ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft, uint32_t il);
+
 // Sets a buffer of K and V to zero, in place of ggml_backend_buffer_clear(). Where the system can, its pages are given back and come again when they
 // are written, as zeros and large: a context of a million positions is made at once, and takes the memory that it uses
 void llama_sparse_clear(ggml_backend_buffer_t buf);

@@ -171,10 +171,13 @@ ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_
 
 // The tokens [lo, hi) by llama.cpp's own attention. Its function calls our hook again, which knows a mask by its address, and passes on this view
 ggml_tensor * build_stock(const attention & a, uint32_t lo, uint32_t hi) {
-    ggml_tensor * q    = ggml_view_3d(a.g.ctx0, a.q, a.q->ne[0], a.q->ne[1], hi - lo, a.q->nb[1], a.q->nb[2], a.q->nb[2]*lo);
-    ggml_tensor * all  = a.view_mask(lo, hi);
-    ggml_tensor * mask = ggml_view_4d(a.g.ctx0, all, all->ne[0], all->ne[1], all->ne[2], all->ne[3], all->nb[1], all->nb[2], all->nb[3], 0);
-    ggml_tensor * res  = sparse_build_attn_mha(a.g, q, a.k, a.v, mask, a.sinks, a.v_mla, a.scale, a.il, 0);
+    ggml_tensor * q = ggml_view_3d(a.g.ctx0, a.q, a.q->ne[0], a.q->ne[1], hi - lo, a.q->nb[1], a.q->nb[2], a.q->nb[2]*lo);
+    auto & mask = a.inp.mask_stock[lo]; // of all layers, so that a device gets it once
+    if (!mask) {
+        ggml_tensor * all = a.view_mask(lo, hi);
+        mask = ggml_view_4d(a.g.ctx0, all, all->ne[0], all->ne[1], all->ne[2], all->ne[3], all->nb[1], all->nb[2], all->nb[3], 0);
+    }
+    ggml_tensor * res = sparse_build_attn_mha(a.g, q, a.k, a.v, mask, a.sinks, a.v_mla, a.scale, a.il, 0);
     a.g.cb(res, "kqv_out", a.il); // by this name llama.cpp keeps it on the CPU with K and V that are not offloaded
     return res;
 }

@@ -81,6 +81,7 @@ public:
 
     ggml_tensor * mask_reply  = nullptr; // of the range; in a mixed one, each of them hides all positions from the tokens of the other kind
     ggml_tensor * mask_prompt = nullptr;
+    std::map<uint32_t, ggml_tensor *> mask_stock; // of prompts beside replies that llama.cpp reads, by their first token
     std::map<ggml_backend_dev_t, ggml_tensor *> visible;
     std::map<int32_t, ggml_tensor *> k_t;              // SEAL's result, by layer of the cache
 

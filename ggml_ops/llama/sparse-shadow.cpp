@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <stdexcept>
@@ -286,6 +287,12 @@ void llama_sparse_cells_moved(
         }
         shadow->invalidate(s, shifted);
     }
+}
+
+ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft, uint32_t il) {
+    const char * list = getenv("SPARQ_KV_IN_MEMORY");
+    const std::string all = "," + std::string(list ? list : "") + ",", one = "," + std::to_string(il) + ",";
+    return all.find(one) == std::string::npos ? buft : ggml_backend_cpu_buffer_type();
 }
 
 void llama_sparse_clear(ggml_backend_buffer_t buf) {

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import shlex
+import statistics
 import tempfile
 import threading
 import time
@@ -91,6 +92,17 @@ class MemoryReader:
 
         seconds = together(read, len(self.buffers), self.cpus)
         return sum(b.nbytes for b in self.buffers) / seconds
+
+
+def measured(n_threads: int) -> float:
+    """The bytes per second that the threads read from memory: the median of a few passes.
+
+    Raises:
+        SparqError: as `MemoryReader`.
+    """
+    reader = MemoryReader(n_threads)
+    reader.read()
+    return statistics.median(reader.read() for _ in range(5))
 
 
 def together(work: Callable[[int], None], n: int, cpus: Sequence[int] = ()) -> float:

@@ -37,7 +37,7 @@ SYNTHETIC = {"like", "layers", "quant"}  # options that a model replaces
 ROPE_AND_RPC = {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
 # what attention by itself does not take
 NOT_ATTN_ONLY = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "text"}
-NOT_ATTN_ONLY |= {"no_repack", "no_kv_offload", *ROPE_AND_RPC}
+NOT_ATTN_ONLY |= {"no_repack", "kv_offload", *ROPE_AND_RPC}
 
 
 # ---- options ----
@@ -128,7 +128,7 @@ class Wanted:
     numa: str | None = opt.numa_option()
     rope: opt.RopeOptions = field(default_factory=opt.RopeOptions)
     n_gpu_layers: int | None = opt.gpu_option()
-    no_kv_offload: bool = opt.kv_option()
+    kv_offload: bool | None = opt.kv_option("in any case")
     rpc: opt.WorkerOptions = field(default_factory=opt.WorkerOptions)
     no_repack: bool = opt.repack_option()
     text: str | None = option(
@@ -187,7 +187,7 @@ class Wanted:
             repack=not self.no_repack,
             numa=self.numa or "",
             n_gpu_layers=self.n_gpu_layers,
-            kv_offload=not self.no_kv_offload,
+            kv_offload=self.kv_offload is not False,
             workers=self.rpc.allowed(),
             tensor_split=self.rpc.tensor_split,
             rope=str(self.rope.settings() or ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyorch.attention import bytes as cost
+from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import (
     CALIBRATED,
@@ -20,6 +20,7 @@ from pyorch.attention.spec import (
     check_against_model,
     ratio_text,
 )
+from pyorch.cli import gpu
 from pyorch.cli import options as opt
 from pyorch.cli.cluster import cluster
 from pyorch.cli.cluster import show as show_cluster
@@ -35,7 +36,7 @@ from pyorch.cli.lengths import (
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
-from pyorch.models.geometry import Geometry, geometry
+from pyorch.models.geometry import Geometry, geometry, layer_weights
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory
 from pyorch.text import human_bytes
@@ -53,9 +54,10 @@ class WholeContext(opt.ContextOptions):
 
 @dataclass(frozen=True)
 class Machines(opt.WorkerOptions):
-    """The other machines, and how many layers they hold together."""
+    """The other machines, and how many layers they hold together; or the GPU of this one."""
 
     n_gpu_layers: int | None = opt.gpu_option("on the workers of --rpc")
+    kv_offload: bool | None = opt.kv_option("and in memory: both are told")
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,13 @@ def command(
     The numbers come from the header of the model, or from its card if the model is not
     downloaded. The speed-ups are limits, by a roofline of bytes: the weights that a token reads, of
     experts only those in use, and K and V over the measured memory bandwidth, as if nothing else
-    took time. With --rpc it asks the workers, and tells what each of them holds and reads, and what
-    passes for a token.
+    took time. With a GPU it measures that as well, and tells what fits there and how fast tokens
+    are with K and V there and in memory. With --rpc it asks the workers, and tells what each of
+    them holds and reads, and what passes for a token.
     """
     from pyorch import engine
+    from pyorch.bench import bandwidth
+    from pyorch.engine.settings import batch_size
     from pyorch.models.content import card_of
 
     if not elsewhere.workers and given_on_command_line(["n_gpu_layers", "tensor_split"]):
@@ -99,7 +104,7 @@ def command(
         )
     spec = attention.spec() or AttentionSpec("sparq")
     needs_file = spec.budget in CALIBRATED or elsewhere.workers
-    geo = None if needs_file else _from_card(model.model)
+    file, geo = None, None if needs_file else _from_card(model.model)
     if geo is None:
         path = model_path(model.model, model.yes)
         spec, geo = resolve(spec, path), geometry(file := read_gguf(path))
@@ -115,22 +120,31 @@ def command(
     if not layers:
         raise SparqError(f"{geo.arch}: no layer has a KV cache, so there is nothing to make sparse")
     threads = context.threads or engine.usable_cores()
-    found = Prediction(geo, spec, n_pos, types, layers, _bandwidth(threads), threads)
+    found = Prediction(geo, spec, n_pos, types, layers, bandwidth.measured(threads), threads)
     rate = product_rate() * threads / engine.usable_cores()
     contexts = list(lengths(geo, spec, types, found.bandwidth, rate, free := available_memory()))
     apart = None
-    if elsewhere.workers:
+    if elsewhere.workers and file:
         away = elsewhere.n_gpu_layers
         apart = cluster(elsewhere, away, file, geo, spec, n_pos, types, found.bandwidth)
+    there = None if apart else gpu.facts(found.bandwidth)
+    if not (there or apart) and elsewhere.kv_offload is not None:
+        note("note: no GPU is here, so K and V lie in memory", "yellow")
+    weights = sum(layer_weights(file, geo.n_layer, used=False)) if file else geo.weight_bytes
+    whole = Cache(geo, spec, types, n_pos, batch_size(n_pos))
+    places = gpu.places(there, whole, weights, elsewhere.kv_offload) if there else []
     expected = expectation(geo, contexts)
     if as_json:
         several = apart.json() if apart else {}
+        several |= {"gpu": asdict(there), "places": [asdict(x) for x in places]} if there else {}
         many = {"lengths": [asdict(x) for x in contexts], "expectation": expected}
         print_json({**found.json(), **many, **several})
     else:
         _print(found)
         if apart:
             show_cluster(apart)
+        if there:
+            gpu.show(there, places)
         show(contexts, free)
         print(f"\n{fill(expected, 90, initial_indent='  ', subsequent_indent='  ')}")
 
@@ -150,15 +164,6 @@ def _from_card(name: str) -> Geometry | None:
             return None
     note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
     return card.geometry
-
-
-def _bandwidth(n_threads: int) -> float:
-    """The bytes per second that the threads read from memory: the median of a few passes."""
-    from pyorch.bench.bandwidth import MemoryReader
-
-    reader = MemoryReader(n_threads)
-    reader.read()
-    return statistics.median(reader.read() for _ in range(5))
 
 
 @dataclass(frozen=True)

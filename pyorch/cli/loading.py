@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, ratio_text
+from pyorch.cli.gpu import note_in_memory
 from pyorch.cli.groups import given_on_command_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
@@ -179,7 +180,8 @@ def placement(load: LoadOptions) -> Placement:
                 note(f"note: {endpoint} {why}", "yellow")
     return {
         "n_gpu_layers": load.n_gpu_layers,
-        "kv_offload": not load.no_kv_offload,
+        "kv_offload": load.kv_offload,
+        "placed": note_in_memory(),
         "workers": workers,
         "tensor_split": load.rpc.tensor_split,
         "numa": load.numa or "",

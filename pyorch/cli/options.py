@@ -162,13 +162,13 @@ def gpu_option(where: str = "on the GPU, or on the workers of --rpc") -> Any:
     )
 
 
-def kv_option() -> Any:
+def kv_option(default: str = "of as many layers as fit, and a note says of how many") -> Any:
     return option(
-        "-nkvo",
-        "--no-kv-offload",
-        is_flag=True,
-        help="Keep K and V in memory, with the weights on the GPU: for contexts that do not fit "
-        "there.",
+        "-kvo/-nkvo",
+        "--kv-offload/--no-kv-offload",
+        default=None,
+        help="K and V on the GPU with the weights, or in memory: for contexts that do not fit "
+        f"there.  [default: on the GPU {default}]",
     )
 
 
@@ -213,7 +213,7 @@ class LoadOptions:
 
     rope: RopeOptions = field(default_factory=RopeOptions)
     n_gpu_layers: int | None = gpu_option()
-    no_kv_offload: bool = kv_option()
+    kv_offload: bool | None = kv_option()
     rpc: WorkerOptions = field(default_factory=WorkerOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     numa: str | None = numa_option()

@@ -18,8 +18,9 @@ import click
 
 from pyorch import native, paths
 from pyorch.attention.bytes import layer_costs
+from pyorch.attention.placement import layers_on_gpu
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli import listen, served_documents, supervise
+from pyorch.cli import gpu, listen, served_documents, supervise
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import (
@@ -35,7 +36,7 @@ from pyorch.cli.terminal import note, note_if_beyond
 from pyorch.cli.types import File, Number
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
-from pyorch.models.geometry import geometry
+from pyorch.models.geometry import geometry, layer_weights
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.text import printable
 
@@ -311,6 +312,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / PROGRAM
+    in_memory = _kv_in_memory(served, program.parent)
     adapted = any(word.startswith("--lora") for word in more)
     argv = [str(program), *_arguments(served, adapted), *_SAFE, *more]
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
@@ -319,7 +321,10 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         _list_of(served.documents) as documents,
         served_documents.with_their_time(file, served.documents, more) as template,
         Child(
-            [*argv, *template], env | native.waiting() | documents, account.read, shows_log()
+            [*argv, *template],
+            env | native.waiting() | documents | in_memory,
+            account.read,
+            shows_log(),
         ) as child,
     ):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
@@ -338,6 +343,25 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     account.say(spec)
     if served.documents and account.tokens:
         note(f"prompts that began with a document: {account.opened}", "dim")
+
+
+def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
+    """The variable that tells llama-server of which layers K and V stay in memory, if any do not
+    fit on the GPU beside the weights. folder: of the library."""
+    load, geo = served.load, geometry(served.file)
+    if load.kv_offload is not None or load.rpc.workers or load.n_gpu_layers == 0:
+        return {}
+    if not any(folder.glob("libggml-cuda*")):
+        return {}
+    if not (there := gpu.facts_apart(served.settings.n_threads)):
+        return {}
+    cache, layers = served.settings.cache(geo), layers_on_gpu(geo.n_layer, load.n_gpu_layers)
+    weights = layer_weights(served.file, geo.n_layer, used=False)
+    free = there.free - sum(weights[il] for il in (*layers, geo.n_layer))
+    if not (in_memory := cache.in_memory(free, layers)):
+        return {}
+    note(gpu.in_memory_text(cache, in_memory, there), "yellow")
+    return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
 
 
 @contextmanager
@@ -413,7 +437,7 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
         if parts:
             values[f"--{name}"] = ",".join(map(str, parts))
     line = [str(word) for pair in values.items() for word in pair]
-    line += ["--no-kv-offload"] * served.load.no_kv_offload
+    line += ["--no-kv-offload"] * (served.load.kv_offload is False)
     line += ["--no-repack"] * (served.load.no_repack or settings.lacking > 0)
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
     # takes the room of the others, and each reply looks through the cells of all slots.

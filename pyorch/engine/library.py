@@ -93,10 +93,13 @@ class Library:
             self._numa = numa
             self.lib.llama_numa_init(NUMA[numa])
 
-    @property
-    def has_gpu(self) -> bool:
-        """Whether a device of this machine may hold layers. llama.cpp itself takes workers for
-        GPUs, and says yes if there could be some."""
+    def gpu_devices(self, shared: bool = True) -> list[int]:
+        """Pointers to the devices of this machine that may hold layers. llama.cpp itself takes
+        workers for GPUs.
+
+        Args:
+            shared: whether those count that have no memory of their own.
+        """
         ggml = self.lib._lib
         pointer = ctypes.c_void_p
         ggml.ggml_backend_dev_get.restype = pointer
@@ -106,11 +109,17 @@ class Library:
         for name in ("ggml_backend_dev_type", "ggml_backend_dev_description"):
             getattr(ggml, name).argtypes = [pointer]
         found = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
-        return any(
-            ggml.ggml_backend_dev_type(device) in _GPUS
-            and ggml.ggml_backend_dev_description(device).decode() not in self.workers
+        return [
+            device
             for device in found
-        )
+            if ggml.ggml_backend_dev_type(device) in (_GPUS if shared else _GPUS[:1])
+            and ggml.ggml_backend_dev_description(device).decode() not in self.workers
+        ]
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether a device of this machine may hold layers."""
+        return bool(self.gpu_devices())
 
     def check_gpu(self, n_gpu_layers: int | None, tensor_split: Sequence[float] = ()) -> None:
         """Refuse layers on a GPU, or shares of several, if this library has none.

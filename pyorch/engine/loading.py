@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
 from pyorch.engine.library import Call, library
 from pyorch.engine.model import Model, Session, Watch
 from pyorch.engine.settings import SessionOptions, layers_away, settings_for
 from pyorch.errors import SparqError
+from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.memory import available_memory, weight_bytes
 from pyorch.progress import Progress
@@ -26,7 +28,8 @@ def load(
     *,
     watch: Watch | None = None,
     n_gpu_layers: int | None = None,
-    kv_offload: bool = True,
+    kv_offload: bool | None = None,
+    placed: Callable[[Session], None] | None = None,
     workers: Sequence[str] = (),
     tensor_split: Sequence[float] = (),
     numa: str = "",
@@ -40,8 +43,8 @@ def load(
     Args:
         path: a GGUF model, or its header where that has been read.
         watch: as for `Model.session`.
-        n_gpu_layers, kv_offload, workers, tensor_split, numa, repack, stock, progress: as for
-            `load_model`.
+        n_gpu_layers, kv_offload, placed, workers, tensor_split, numa, repack, stock, progress: as
+            for `load_model`.
         options: those of `SessionOptions`; errors in them are raised before the model is
             read.
 
@@ -55,6 +58,7 @@ def load(
         file,
         n_gpu_layers=n_gpu_layers,
         kv_offload=kv_offload,
+        placed=placed,
         workers=workers,
         tensor_split=tensor_split,
         numa=numa,
@@ -75,7 +79,8 @@ def load_model(
     path: str | os.PathLike[str] | GGUFFile,
     *,
     n_gpu_layers: int | None = None,
-    kv_offload: bool = True,
+    kv_offload: bool | None = None,
+    placed: Callable[[Session], None] | None = None,
     workers: Sequence[str] = (),
     tensor_split: Sequence[float] = (),
     numa: str = "",
@@ -89,8 +94,11 @@ def load_model(
         path: the model, or its header where that has been read.
         n_gpu_layers: how many layers go to the GPU, or to the workers; None is llama.cpp's
             default, all. The first layers stay.
-        kv_offload: whether K and V of the layers on a GPU lie there, too; False keeps them in
-            memory, where our attention reads them on the CPU.
+        kv_offload: whether K and V of the layers on a GPU lie there, too. False keeps them in
+            memory, where our attention reads them on the CPU. None does so with those of as many
+            layers as do not fit on GPUs of this machine when a session is made, whose
+            `kv_in_memory` names them.
+        placed: called with each session of which it does.
         workers: HOST:PORT of the other machines that hold these layers, in their order.
         tensor_split: in what proportion the GPUs, or the devices of the workers, share them; by
             default as their free memory.
@@ -136,7 +144,8 @@ def load_model(
         lib.llama_model_free(handle)
         raise SparqError(f"{file.path}: not a decoder-only language model")
     on_cpu = n_gpu_layers == 0 or not (workers or found.has_gpu)
-    return Model(found, file, handle, on_cpu, kv_offload)
+    on_gpu = layers_on_gpu(geometry(file).n_layer, 0 if on_cpu or workers else n_gpu_layers)
+    return Model(found, file, handle, on_cpu, kv_offload, on_gpu, placed)
 
 
 def _check_shares(tensor_split: Sequence[float], n_devices: int) -> None:

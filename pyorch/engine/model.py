@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from pyorch.attention.placement import MARGIN
 from pyorch.engine import sparse
+from pyorch.engine.gpus import gpus
 from pyorch.engine.library import Library
 from pyorch.engine.settings import SessionOptions, Settings, settings_for
 from pyorch.errors import SparqError
@@ -25,17 +27,25 @@ class Model:
     """A loaded GGUF model. `load_model` makes one; it has to be closed, or used with `with`.
 
     Its sessions share the weights; each has a context and a cache of its own. `handle` is
-    llama.cpp's pointer, `on_cpu` means that no layer is on a GPU, and `kv_offload` that K and V are
-    where their layers are.
+    llama.cpp's pointer, `on_cpu` means that no layer is on a GPU, `kv_offload` that K and V are
+    where their layers are (None: where they fit), and `on_gpu` are the layers on this machine's.
     """
 
     def __init__(
-        self, library: Library, file: GGUFFile, handle: int, on_cpu: bool, kv_offload: bool = True
+        self,
+        library: Library,
+        file: GGUFFile,
+        handle: int,
+        on_cpu: bool,
+        kv_offload: bool | None = None,
+        on_gpu: range = range(0),
+        placed: Callable[[Session], None] | None = None,
     ) -> None:
         self.library, self.lib, self.file = library, library.lib, file
         self.handle: int | None = handle  # None once it is closed
         self.path, self.geometry = file.path, geometry(file)
-        self.on_cpu, self.kv_offload = on_cpu, kv_offload
+        self.on_cpu, self.kv_offload, self.on_gpu = on_cpu, kv_offload, on_gpu
+        self.placed = placed
         self.vocab = self.lib.llama_model_get_vocab(handle)
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -126,6 +136,8 @@ class Session:
         self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()
         self.owns_model = False  # whether the model is closed with the session
+        self.cache, self.n_threads = settings.cache(self.geometry), settings.n_threads
+        self.kv_in_memory = self._kv_in_memory()  # layers, of those with weights on a GPU
         self.ctx: int | None = self._context(settings)  # None once it is closed
         model._sessions.add(self)
         self.memory = self.lib.llama_get_memory(self.ctx)
@@ -137,19 +149,32 @@ class Session:
                 watch.attach(self)
             if settings.attention is not None:
                 sparse.set_spec(self.lib, self.ctx, settings.attention)
+            if self.kv_in_memory and model.placed:
+                model.placed(self)
         except BaseException:  # includes Ctrl-C while the cache is sealed
             self.close()
             raise
 
+    def _kv_in_memory(self) -> tuple[int, ...]:
+        if self.model.kv_offload is not None or not sparse.is_ours(self.lib):
+            return ()
+        found = gpus(self.library) if self.model.on_gpu else []
+        free = sum(gpu.free - MARGIN for gpu in found)
+        return self.cache.in_memory(free, self.model.on_gpu) if found else ()
+
     def _context(self, settings: Settings) -> int:
         params = settings.params(self.lib)
-        params.offload_kqv = self.model.kv_offload
+        params.offload_kqv = self.model.kv_offload is not False
         if (watch := self.watch) is not None:
             self._on_node = self.lib.ggml_backend_sched_eval_callback(
                 lambda t, ask, _: watch.node(t, ask)
             )  # kept alive with the context
             params.cb_eval = self._on_node
-        with self.library.call() as call, sparse.environment_ignored(self.lib):
+        with (
+            self.library.call() as call,
+            sparse.environment_ignored(self.lib),
+            sparse.kv_in_memory(self.kv_in_memory),
+        ):
             ctx = self.lib.llama_init_from_model(self.model.handle, params)
         if ctx and call.came:
             self.lib.llama_free(ctx)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from pyorch.attention.bytes import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
+from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
@@ -19,6 +20,9 @@ from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
+
+if TYPE_CHECKING:
+    from pyorch.engine.model import Session
 
 MASK_BYTES = 128 << 20  # the most of a mask, by default
 DEFAULT_CTX = 8192  # by default; less if the model was trained on less
@@ -131,7 +135,8 @@ class Placement(TypedDict, total=False):
     """Where a model goes, as keywords of `load` and `load_model`, which explains them."""
 
     n_gpu_layers: int | None
-    kv_offload: bool
+    kv_offload: bool | None
+    placed: Callable[[Session], None] | None
     workers: Sequence[str]
     tensor_split: Sequence[float]
     numa: str
@@ -159,6 +164,11 @@ class Settings:
     def lacking(self) -> int:
         """The bytes of the weights that do not fit into the memory."""
         return max(-self.left, 0)
+
+    def cache(self, geo: Geometry) -> Cache:
+        """What such a context of a model keeps."""
+        sizes = self.types, self.n_ctx, self.n_batch, self.n_sequences
+        return Cache(geo, self.attention, *sizes, self.swa_full)
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
@@ -203,9 +213,7 @@ def settings_for(
     n_ctx = context_size(geo, n_ctx, rope)
     types = cache_type(type_k), cache_type(type_v)
     spec = attention_for(attention, file.path, geo) if attention is not None else None
-    if n_batch is None:
-        n_batch = min(N_BATCH, max(MASK_BYTES // (2 * n_ctx), 32))
-    n_batch = min(n_batch, n_ctx)
+    n_batch = min(n_batch or batch_size(n_ctx), n_ctx)
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
     here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
     kv = n_sequences * cache_bytes(geo, n_ctx, *types, None if swa_full else n_batch)
@@ -256,6 +264,11 @@ def context_size(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> 
             exit_code=2,
         )
     return n_ctx
+
+
+def batch_size(n_ctx: int) -> int:
+    """The tokens of a prompt that are evaluated at once by default."""
+    return min(N_BATCH, max(MASK_BYTES // (2 * n_ctx), 32), n_ctx)
 
 
 def usable_cores() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -125,6 +126,22 @@ def environment_ignored(lib: ModuleType) -> Iterator[None]:
         yield
     finally:
         call(None)
+
+
+@contextmanager
+def kv_in_memory(layers: Sequence[int]) -> Iterator[None]:
+    """While this is active, new contexts keep K and V of these layers in memory, and no others but
+    those whose weights are there."""
+    name = "SPARQ_KV_IN_MEMORY"
+    before = os.environ.get(name)
+    os.environ[name] = ",".join(map(str, layers))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def get_info(lib: ModuleType, ctx: int | None) -> AttentionInfo:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench import plot, runner
-from bench.gpu import attention, tokens
+from bench.gpu import attention, in_memory, tokens
 from pyorch import paths
 from pyorch.bench import records
 from pyorch.errors import SparqError
@@ -64,6 +64,27 @@ def test_a_case_that_failed_shows_in_the_exit_code(
     assert len(records.load(tmp_path / attention.FILE)) == 6
     assert "sparq q8: not measured: not here (x)" in done.stderr
     assert "2 of 8 groups not measured" in str(done.exception)
+
+
+def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
+    """Every case is measured, without a device too, where K and V are in memory anyway."""
+    argv = [sys.executable, "-m", "bench", "gpu_in_memory", "--like", "llama3.2-1b", "--layers", 1]
+    argv += ["-d", 1500, "-n", 2, "-r", 1, "-t", 1, "--out", tmp_path]
+    done = subprocess.run(
+        [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
+    names = [records.read_case(in_memory.Case, rec).name for rec in found]
+    assert names[:3] == ["stock -fa 1", "stock -fa 0", "dense"]
+    assert names[-1] == "stock -fa 1, 512 tokens of a prompt"
+    assert [len(rec["samples_ns"]) for rec in found] == [2] * 5 + [1]
+    for rec, name in zip(found, names, strict=True):
+        assert bool(rec["counters"].get("calls_sparse")) == name.startswith("sparq")
+        assert f"turn 1: {name}: " in done.stderr
+    best = min(sum(rec["samples_ns"]) for rec in found[:2])
+    row = next(line for line in done.stdout.splitlines() if "ratio=1/32" in line)
+    assert row.endswith(f" {best / sum(found[4]['samples_ns']):.2f}x |")
 
 
 def add(folder: Path, method: str, us: float, stamp: str = "s", **shape: int) -> None:

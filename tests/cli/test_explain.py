@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No measurement of this machine."""
-    monkeypatch.setattr("pyorch.cli.explain._bandwidth", lambda n_threads: 1e10)
+    monkeypatch.setattr("pyorch.bench.bandwidth.measured", lambda n_threads: 1e10)
     monkeypatch.setattr("pyorch.cli.explain.product_rate", lambda: 1e11)
 
 
@@ -114,7 +114,7 @@ def test_attention_that_is_off_gains_nothing(run: Run) -> None:
 
 def test_the_defaults_of_the_options_are_its_own(run: Run) -> None:
     said = " ".join(run("explain", "--help").out.split())
-    assert "12.5%. [default: 1/8]" in said and "on the GPU" not in said
+    assert "12.5%. [default: 1/8]" in said and "layers on the workers of --rpc" in said
     assert "12.5%. [default: all]" in " ".join(run("chat", "--help").out.split())
 
 

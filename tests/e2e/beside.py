@@ -6,8 +6,8 @@ LIBRARY: devices that are not there (fake_device.cpp), or "". JSON: spec, n_gpu_
 "rpr" for sequences that reply and sequences that read a prompt; n_read (tokens that these read in
 each of the two batches), n_before (tokens of each sequence that replies), only_info, and options of
 a context. Prints one line of JSON: what `llama_get_sparse_attn_info` says, groups of the shadow
-that differ, and of each sequence the logits after its tokens, those of the sequence alone, and
-those of llama.cpp's own attention.
+that differ, what was copied for the last batch (with GGML_SCHED_DEBUG=1), and of each sequence the
+logits after its tokens, those of the sequence alone, and those of llama.cpp's own attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llama import Context, Model, Token, bindings
+from llama import Context, Model, Token, bindings, crossed, keep_log
 
 
 def main() -> None:
@@ -59,13 +59,15 @@ def run(
             assert ctx.decode(take(seq, n_before or 330 - 20 * seq)) == 0
         ctx.reset_counters()
         for _ in range(2):
+            log = keep_log()
             each = [take(seq, 1 if kind == "r" else n_read) for seq, kind in kinds.items()]
             batch = [token for tokens in each for token in tokens]
             assert ctx.decode(batch) == 0
             for i, (_, _, seq) in enumerate(batch):
                 if i + 1 == len(batch) or batch[i + 1][2] != seq:
                     logits[seq].append(ctx.logits(i).tolist())
-        return {"info": ctx.info(), "differ": ctx.check_shadow(), "logits": [*logits.values()]}
+        found = {"info": ctx.info(), "differ": ctx.check_shadow(), "crossed": crossed(log)}
+        return found | {"logits": [*logits.values()]}
 
 
 if __name__ == "__main__":

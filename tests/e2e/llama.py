@@ -14,10 +14,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from types import ModuleType
@@ -63,9 +64,9 @@ def python_environment(stock: bool = False, **more: str) -> dict[str, str]:
     return env
 
 
-def from_child(*args: object, timeout: float | None = 300, **more: str) -> Any:
+def from_child(*args: object, timeout: float | None = 300, stock: bool = False, **more: str) -> Any:
     """What a program that imports these modules prints, as JSON, in a process of its own."""
-    argv, env = [sys.executable, *map(str, args)], python_environment(**more)
+    argv, env = [sys.executable, *map(str, args)], python_environment(stock, **more)
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -124,6 +125,14 @@ def keep_log() -> deque[str]:
     bindings()
     _log = deque()
     return _log
+
+
+def crossed(log: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """What a graph copied, from a log with GGML_SCHED_DEBUG=1: for each run of nodes the name of
+    its backend, and the tensors that were copied there before."""
+    lines = [line for line in "".join(log).split("\n") if line.startswith("## SPLIT")]
+    named = re.compile(r"\[(.*?) +\( *\d+[KM]\)\]")
+    return [(line.split(": ")[1].split(" #")[0], named.findall(line)) for line in lines]
 
 
 def log_text() -> str:

@@ -3,8 +3,9 @@
     python placed.py MODEL LIBRARY JSON
 
 JSON: spec, and n_gpu_layers, offload_kqv, type_k, type_v, n_seq, reseal, reopen (the prompt as a
-document), refused (why the spec is). Prints one line of JSON:
-what `llama_get_sparse_attn_info` says, nodes run by each device, a hash of the logits' bits.
+document), refused (why the spec is). Runs on the stock library too, with the spec "". Prints one
+line of JSON: what `llama_get_sparse_attn_info` says, nodes run by each device, what was copied for
+the last token (with GGML_SCHED_DEBUG=1), a hash of the logits' bits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import numpy as np
-from llama import Context, Model, SpecError, bindings
+from llama import Context, Model, SpecError, bindings, crossed, keep_log
 
 from pyorch.native.slots import STEPS
 
@@ -43,7 +44,8 @@ def main() -> None:
         Context(model, n_ctx=N_CTX * n_seq, unified=n_seq == 1, **options) as ctx,
     ):
         try:
-            ctx.set_sparse(spec)
+            if spec:
+                ctx.set_sparse(spec)
         except SpecError as e:
             assert refused and refused in str(e), e
             spec = "off"
@@ -59,17 +61,19 @@ def main() -> None:
         if reopened:
             reopen(ctx, N_PROMPT)
         for i in range(N_DECODE):
+            log = keep_log()
             batch = [(5 + i, N_PROMPT - 70 * seq + i, seq) for seq in range(n_seq)]
             assert ctx.decode(batch, logits="all") == 0
             logits += [ctx.logits(t) for t in range(n_seq)]
-        info, differ = ctx.info(), ctx.check_shadow()
-        if spec != "off":
+        info, differ = (ctx.info(), ctx.check_shadow()) if spec else ({}, 0)
+        if spec not in ("off", ""):
             ctx.reset_counters()
             assert ctx.info()["counters"]["bytes_read"] == 0
     bits = np.array(logits)
     assert np.isfinite(bits).all()
     nodes = [{name: count(dev, op) for op, name in enumerate(STEPS)} for dev in range(2)]
     result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
+    result["crossed"] = crossed(log)
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
 
 

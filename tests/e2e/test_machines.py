@@ -102,6 +102,19 @@ def test_two_workers(name: str, model: Path, workers: list[str], run) -> None:
     assert sum(x["shadow_bytes"] for x in there) == got["info"]["shadow_bytes"]
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kv_here_and_weights_there(name: str, model: Path, workers: list[str], run) -> None:
+    """-nkvo: this machine attends, and reads prompts, as it does alone."""
+    spec, options = VARIANTS[name]
+    got = run(model, spec, tuple(workers[:1]), kv_offload=False, **options)
+    want = run(model, spec, **options)
+    assert got["bits"] == want["bits"]
+    assert got["info"]["counters"] == want["info"]["counters"]
+    here, *there = got["info"]["devices"]
+    assert here["bytes_read"] == got["info"]["counters"]["bytes_read"] > 0
+    assert not any(x["bytes_read"] or x["shadow_bytes"] for x in there)
+
+
 @pytest.mark.parametrize(
     ("n_gpu_layers", "split"), [(99, (1, 1, 1)), (99, (5, 1, 2)), (3, (1, 1, 1))]
 )

@@ -15,7 +15,7 @@ import fake_device
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, from_child
+from llama import Context, Model, environment, from_child
 from quick import pairwise
 
 HERE = Path(__file__).parent
@@ -32,12 +32,19 @@ def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path
 
 @pytest.fixture(scope="module")
 def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
-    """run(spec, n_gpu_layers, variables of the fake devices, other options of placed.py, or with
-    `order` of beside.py)."""
-    model = tiny_models.write(tmp_path_factory.mktemp("m") / "m.gguf", "llama", n_layer=N_LAYER)
+    """run(spec, n_gpu_layers, variables of the fake devices, architecture, other options of
+    placed.py, or with `order` of beside.py)."""
 
     @functools.cache
-    def go(spec: str, n_gpu_layers: int, variables: str = "", **options: Any) -> dict[str, Any]:
+    def made(arch: str) -> Path:
+        n_layer = N_LAYER if arch == "llama" else 2 * N_LAYER
+        return tiny_models.write(tmp_path_factory.mktemp("m") / "m.gguf", arch, n_layer=n_layer)
+
+    @functools.cache
+    def go(
+        spec: str, n_gpu_layers: int, variables: str = "", arch: str = "llama", **options: Any
+    ) -> dict[str, Any]:
+        model = made(arch)
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
         more = dict(item.split("=") for item in variables.split())
         script = HERE / ("beside.py" if "order" in options else "placed.py")
@@ -54,6 +61,14 @@ def ran(result: dict[str, Any], name: str) -> list[int]:
 
 def reasons(result: dict[str, Any]) -> set[str]:
     return {layer["reason"] for layer in result["info"]["layers"]}
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """The same logits, and the same account of all devices together."""
+    for key in ("bits", "differ", "sealed"):
+        assert got[key] == want[key], key
+    one, other = ({**x["info"], "devices": ()} for x in (got, want))
+    assert one == other
 
 
 VARIANTS = {
@@ -73,17 +88,15 @@ def test_layers_on_two_devices(name: str, run) -> None:
     """Layer split: each layer's nodes run where its K lies, with the bits of the CPU."""
     spec, options = VARIANTS[name]
     got, want = run(spec, ALL, **options), run(spec, 0, **options)
-    assert got["bits"] == want["bits"]
     n = N_DECODE - (name == "document")  # what comes after a document is a prompt
     assert ran(got, "ATTEND") == [2 * n, n] and ran(want, "ATTEND") == [0, 0]
     assert ran(got, "VISIBLE") == [n, n]  # once per token and device
-    here, *there = got["info"].pop("devices")
-    (alone,) = want["info"].pop("devices")
+    here, *there = got["info"]["devices"]
+    (alone,) = want["info"]["devices"]
     assert here["bytes_read"] == 0
     for key in ("shadow_bytes", "calls_sparse", "bytes_read"):
         assert sum(device[key] for device in there) == alone[key], key
-    for key in ("info", "differ", "sealed"):  # counters and shadow, read back from the devices
-        assert got[key] == want[key], key
+    assert_same(got, want)  # counters and shadow, read back from the devices
     if name == "restored":
         assert got["sealed"] == N_LAYER * (N_PROMPT // 64)
     if spec.startswith("sparq"):
@@ -96,12 +109,83 @@ def test_a_part_of_the_layers_on_a_device(run) -> None:
     assert got["bits"] == run(SPARQ, 0)["bits"] and sum(ran(got, "ATTEND")) == N_DECODE
 
 
-def test_kv_on_the_host(run) -> None:
+IN_MEMORY = VARIANTS | {"q4_0": (SPARQ, {"type_k": "q4_0", "type_v": "q4_0"})}
+IN_MEMORY |= {arch: (SPARQ, {"arch": arch}) for arch in ("lfm2", "gemma3")}  # hybrid; windows
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_kv_in_memory(name: str, run) -> None:
     """-nkvo: the CPU attends, whatever the device could do; K does not travel."""
-    got = run(SPARQ, ALL, offload_kqv=False)
-    assert got["bits"] == run(SPARQ, 0)["bits"]
+    spec, options = IN_MEMORY[name]
+    got, want = run(spec, ALL, offload_kqv=False, **options), run(spec, 0, **options)
     assert all(count == 0 for nodes in got["nodes"] for count in nodes.values())
-    assert got["info"]["layers_sparse"] == N_LAYER
+    assert_same(got, want)
+    counters = got["info"]["counters"]
+    assert got["info"]["layers_sparse"] and counters["calls_sparse"] + counters["calls_dense_op"]
+
+
+@pytest.mark.parametrize("name", [name for name in IN_MEMORY if name not in ("lfm2", "gemma3")])
+def test_kv_of_some_layers_in_memory(name: str, run) -> None:
+    """The first and the last layer attend on the CPU, and the other one on its device."""
+    spec, options = IN_MEMORY[name]
+    got, want = run(spec, ALL, "SPARQ_KV_IN_MEMORY=0,2", **options), run(spec, 0, **options)
+    assert sum(ran(got, "ATTEND")) == N_DECODE - (name == "document")
+    assert 0 in ran(got, "ATTEND")
+    here, there = got["info"]["devices"]
+    (alone,) = want["info"]["devices"]
+    for key in ("shadow_bytes", "calls_sparse", "bytes_read"):
+        assert here[key] + there[key] == alone[key], key
+    assert here["bytes_read"] > there["bytes_read"] > 0
+    assert_same(got, want)
+
+
+def test_recurrent_states_stay_on_the_device(run) -> None:
+    """With -nkvo they leave it; K and V alone do where every layer of them is listed."""
+    arch = {"arch": "lfm2"}
+    want = run(SPARQ, 0, **arch)
+    got = run(SPARQ, ALL, "SPARQ_KV_IN_MEMORY=0,1,2,3,4,5", **arch)
+    assert got["bits"] == want["bits"] and sum(ran(got, "ATTEND")) == 0
+    none, all_of_it = (
+        run(SPARQ, ALL, f"{COUNTED} SPARQ_KV_IN_MEMORY={x}", **more, **arch)["crossed"]
+        for x, more in (("0,1,2,3,4,5", {}), ("", {"offload_kqv": False}))
+    )
+    assert len(none) < len(all_of_it)
+
+
+def test_off_with_kv_in_memory_is_stock(run, tmp_path: Path) -> None:
+    """The promise of `off`, with the same -nkvo, each library with devices of its own."""
+    model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=N_LAYER)
+    text = json.dumps({"spec": "", "n_gpu_layers": ALL, "offload_kqv": False})
+    fake = fake_device.build(tmp_path, Path(environment(stock=True)["LLAMA_CPP_LIB_PATH"]))
+    stock = from_child(HERE / "placed.py", model, fake, text, stock=True, FAKE_DEVICES="2")
+    assert stock["info"] == {}
+    assert run("off", ALL, offload_kqv=False)["bits"] == stock["bits"]
+
+
+COUNTED = "GGML_SCHED_DEBUG=1 LLAMA_GRAPH_REUSE_DISABLE=1"
+
+
+def test_what_crosses_for_a_token(run) -> None:
+    """With K and V in memory q, k and v come back from the device, and the result of attention goes
+    there: four copies in a layer, each with a wait. What our ops read beside lies here already."""
+    splits = run(SPARQ, ALL, COUNTED, offload_kqv=False)["crossed"]
+    back = [names for backend, names in splits if backend == "CPU" and names]
+    assert back == [[f"{x}cur-{il} (view)" for x in "KVQ"] for il in range(N_LAYER)]
+    there = [name for backend, names in splits if backend != "CPU" for name in names]
+    attended = [name for name in there if name.startswith("kqv_out")]
+    assert attended == [f"kqv_out-{il}" for il in range(N_LAYER)]
+    assert not [name for name in there if "sparse" in name or "mask" in name or "cache" in name]
+
+
+@pytest.mark.parametrize("offload_kqv", [True, False])
+def test_a_mask_beside_replies_goes_to_a_device_once(offload_kqv: bool, run) -> None:
+    """That of a prompt is as long as the context for each of its tokens, and once went there with
+    every layer."""
+    got = run(SPARQ, ALL, COUNTED, order="rp", unified=True, offload_kqv=offload_kqv)
+    for device in ("FAKE0", "FAKE1"):
+        names = [name for backend, all_ in got["crossed"] if backend == device for name in all_]
+        masks = [name for name in names if "mask" in name]
+        assert masks and len(masks) <= 1 + offload_kqv, masks
 
 
 @pytest.mark.parametrize(
@@ -133,13 +217,15 @@ def test_a_device_without_memory_for_the_counters(run) -> None:
     spec={"sparq": SPARQ, "topk": TOPK},
     order=["rp", "pr", "prp", "rpr", "rppr"],
     unified={"unified": True, "split": False},
+    offload_kqv={"on the device": True, "in memory": False},
 )
 def test_a_reply_beside_prompts_is_what_it_is_alone(
-    spec: str, order: str, unified: bool, run
+    spec: str, order: str, unified: bool, offload_kqv: bool, run
 ) -> None:
-    """On a device llama.cpp reads the prompts of a batch, and our ops its replies."""
+    """On a device llama.cpp reads the prompts of a batch, wherever K lies, and our ops its
+    replies."""
     spec = spec.replace("rank", "shadow=f16,rank")  # codes share a scale with other sequences
-    got = run(spec, ALL, order=order, unified=unified)
+    got = run(spec, ALL, order=order, unified=unified, offload_kqv=offload_kqv)
     counters, n_reply, n_prompt = got["info"]["counters"], order.count("r"), order.count("p")
     assert counters["calls_sparse"] == 2 * n_reply * N_LAYER and counters["calls_prefill"] == 0
     assert counters["stock_reasons"] == {"prefill": 2 * 90 * n_prompt * N_LAYER}
@@ -205,3 +291,59 @@ def test_a_context_that_only_measures_gets_no_shadow(tmp_path: Path) -> None:
 def test_the_comparison_can_fail(run) -> None:
     """The comparison sees what it is to see: sparse logits are not the dense ones."""
     assert len({run(spec, 0)["bits"] for spec in (SPARQ, TOPK, "dense", "off")}) == 4
+
+
+# ---- as many as fit ----
+
+GIB = 1 << 30
+FITTED = {"n_ctx": 8192, "attention": SPARQ}
+N_REPLY = 19  # of 20 tokens, of which the first follows the prompt
+LAYER = 8192 * 2 * 32 * (2 + 2 + 0.5)  # of the tiny model: K, V and codes of K; scales beside
+
+
+@pytest.fixture(scope="module")
+def fitted(fake: Path, tmp_path_factory: pytest.TempPathFactory):
+    """fitted(bytes of each of two devices beside the margin, options of fitted.py)."""
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    model = tiny_models.write(path, "llama", n_layer=6, n_ctx=8192)
+
+    def go(n_bytes: float, **options: Any) -> dict[str, Any]:
+        text, size = json.dumps({**FITTED, **options}), str(int(GIB + n_bytes))
+        return from_child(HERE / "fitted.py", model, fake, text, FAKE_DEVICES="2", FAKE_MEMORY=size)
+
+    return go
+
+
+def test_as_many_as_fit(fitted) -> None:
+    """Where K and V do not fit, those of some layers stay in memory, and the text is the same."""
+    whole = fitted(GIB)
+    assert whole["in_memory"] == [] and whole["said"] == ""
+    some = fitted(5 * LAYER)  # weights, mask and the room for a prompt take their part
+    n = len(some["in_memory"])
+    assert 0 < n < 6 and some["tokens"] == whole["tokens"]
+    assert sum(whole["attend"]) == 6 * N_REPLY and sum(some["attend"]) == (6 - n) * N_REPLY
+    assert all(some["attend"]), "both devices have layers"
+    line = f"note: K and V of {n} of 6 layers do not fit on the GPU and stay in memory: at most "
+    assert some["said"].startswith(line) and some["said"].count("\n") == 1
+    none = fitted(0)
+    assert none["in_memory"] == [*range(6)] and none["tokens"] == whole["tokens"]
+    assert sum(none["attend"]) == 0 and "K and V of 6 of 6 layers" in none["said"]
+
+
+def test_what_insists(fitted) -> None:
+    for kv_offload in (True, False):
+        got = fitted(0, kv_offload=kv_offload)
+        assert got["in_memory"] == [] and got["said"] == ""
+        assert sum(got["attend"]) == 6 * N_REPLY * kv_offload
+    assert fitted(0, n_gpu_layers=0)["in_memory"] == []
+
+
+def test_a_document_is_mapped_into_what_stays_in_memory(fitted, tmp_path: Path) -> None:
+    """Its pages take the place of K and V there; a device gets a copy of the rest."""
+    wide = {"n_ctx": 1536, "n_sequences": 96, "document": str(tmp_path / "d.kv")}  # large buffers
+    here = fitted(GIB, kv_offload=False, **wide)
+    there = fitted(GIB, **wide)
+    assert there["in_memory"] == [] and there["mapped"] == 0 < here["mapped"]
+    some = fitted(90 << 20, **wide)
+    assert 0 < len(some["in_memory"]) < 6 and 0 < some["mapped"] < here["mapped"]
+    assert here["tokens"] == there["tokens"] == some["tokens"]

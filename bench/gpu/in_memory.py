@@ -1,0 +1,189 @@
+"""Tokens with weights on a GPU and K and V in memory: SparQ beside llama.cpp's -nkvo, in turns.
+
+    python -m bench gpu_in_memory                 # Llama-3-8B's geometry, 131,072
+    python -m bench gpu_in_memory -d 524288 -ct q8_0 -a sparq,ratio=1/32
+    python -m bench gpu_in_memory --card 24       # as a card of 24 GiB would hold
+
+The model is synthetic, K and V are random. llama.cpp's attention is that of our library: `off`, its
+own code, with -fa 1 and, where V can be transposed, -fa 0 in a context of its own. With --card the
+GPU takes K and V of as many layers as fit a card of that size beside the weights, and llama.cpp's
+is left out, since it has no such placement. The last row is a batch of a prompt after so many
+positions. Each result is told when it is there: what kills a run takes none of them along.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import click
+import numpy as np
+
+from bench import runner
+from pyorch import engine
+from pyorch.attention.spec import AttentionSpec
+from pyorch.bench import records, state
+from pyorch.bench.plan import Synthetic
+from pyorch.bench.records import Done, Record, Result
+from pyorch.cli.terminal import note
+from pyorch.cli.types import Number, Numbers
+from pyorch.errors import SparqError
+from pyorch.models import synth
+from pyorch.models.gguf_file import read_gguf
+from pyorch.models.memory import weight_bytes
+from pyorch.table import markdown
+
+OFF = AttentionSpec("off")
+N_PROMPT = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """card: GiB of the card that takes what fits, 0 = none of K and V. n_prompt: tokens of a prompt
+    that are read, instead of a token that is decoded."""
+
+    like: str
+    n_layer: int
+    quant: str
+    cache: str
+    n_depth: int
+    card: float
+    flash: bool
+    spec: AttentionSpec
+    n_prompt: int = 0
+    library: str = "sparq"
+
+    @property
+    def name(self) -> str:
+        what = f"stock -fa {int(self.flash)}" if self.spec == OFF else str(self.spec)
+        return f"{what}, {self.n_prompt} tokens of a prompt" if self.n_prompt else what
+
+
+OPTIONS = (
+    click.option("--like", default="llama3-8b", show_default=True, help="Shape of the model."),
+    click.option("--layers", type=Number(int, 1), help="Number of layers.  [default: all]"),
+    click.option("--quant", default="q8_0", show_default=True, help="Weights of the model."),
+    click.option("-d", "--n-depth", type=Numbers(1, 1 << 20), default="131072"),
+    click.option("-ct", "--cache-type", default="f16", show_default=True, help="Of K and V."),
+    click.option("-n", "--n-gen", type=Number(int, 1), default=3, show_default=True),
+    click.option("-r", "--repetitions", type=Number(int, 1), default=2, show_default=True),
+    click.option("-fa", "--flash-attn", type=Numbers(0, 1), default="1,0", help="Of stock."),
+    click.option("--card", type=Number(float, 0), default=0, help="GiB of a card that is filled."),
+    runner.THREADS,
+    runner.specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
+)
+
+
+def groups(given: runner.Given) -> list[list[Case]]:
+    """All settings at a depth."""
+    n_layer = synth.shape_like(given.like, n_layer=given.layers).n_layer
+    found = []
+    for depth in given.n_depth:
+        of = given.like, n_layer, given.quant, given.cache_type, depth, given.card
+        plain = given.cache_type in ("f16", "f32", "bf16")  # others have no transposed V
+        stock = [Case(*of, bool(fa), OFF) for fa in given.flash_attn if fa or plain]
+        stock = [] if given.card else stock
+        ours = [Case(*of, True, spec) for spec in given.specs]
+        found.append([*stock, *ours, Case(*of, True, OFF, N_PROMPT)])
+    return found
+
+
+def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]:
+    """The samples of the cases of one depth, in nanoseconds per token, or per batch of a prompt.
+
+    Raises:
+        SparqError: nothing ran sparse in a sparse case.
+    """
+    first = cases[0]
+    model = Synthetic(first.like, first.n_layer, first.quant).written()
+    n_ctx = -(-(first.n_depth + N_PROMPT + given.n_gen + 2) // 256) * 256
+    found: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
+    with ExitStack() as stack:
+        if first.card:
+            free = int(first.card * 2**30) - weight_bytes(read_gguf(model))
+            os.environ["SPARQ_GPU_LIMIT"] = str(max(free, 0))
+            stack.callback(os.environ.pop, "SPARQ_GPU_LIMIT")
+        offload = None if first.card else False
+        loaded = stack.enter_context(engine.load_model(model, kv_offload=offload))
+        sessions = {}
+        for flash in dict.fromkeys(case.flash for case in cases):
+            sessions[flash] = s = stack.enter_context(
+                loaded.session(
+                    n_ctx=n_ctx,
+                    n_threads=given.threads,
+                    n_batch=N_PROMPT,
+                    flash_attn=flash,
+                    type_k=first.cache,
+                    type_v=first.cache,
+                )
+            )
+            state.fill(s, first.n_depth)
+        stay = len(sessions[True].kv_in_memory) if first.card else first.n_layer
+        note(f"{first.n_depth} positions, K and V of {stay} of {first.n_layer} layers in memory")
+        for turn in range(given.repetitions):
+            for case, result in zip(cases, found, strict=True):
+                s = sessions[case.flash]
+                engine.set_attention(s, case.spec)
+                samples, counters = _timed(s, case, given.n_gen)
+                if case.spec.sparse and not counters.get("calls_sparse"):
+                    raise SparqError(f"{case.spec}: no layer was sparse: {counters}")
+                result["samples_ns"] += samples
+                result |= {"counters": counters, "in_memory": stay}
+                note(f"turn {turn + 1}: {case.name}: {float(np.median(samples)) / 1e6:.1f} ms")
+    return found
+
+
+def _timed(s: engine.Session, case: Case, n_gen: int) -> tuple[list[int], dict[str, int]]:
+    """The nanoseconds of each token, or of the prompt, after one that is not counted; and the
+    counters. The session is as before."""
+    drawn = (3 + np.random.default_rng(1).integers(0, 200, N_PROMPT + n_gen)).tolist()
+    pieces = [drawn[: case.n_prompt]] * 2 if case.n_prompt else [[t] for t in drawn[: n_gen + 1]]
+    samples = []
+    for i, piece in enumerate(pieces):
+        if i == 1:
+            engine.reset_counters(s)
+        started = time.perf_counter_ns()
+        if case.n_prompt:
+            engine.prefill(s, piece)
+        else:
+            engine.decode(s, piece[0])
+        samples.append(time.perf_counter_ns() - started)
+        if case.n_prompt:
+            engine.rewind(s, case.n_depth)
+    counters = dict(engine.info(s).counters)
+    engine.rewind(s, case.n_depth)
+    return samples[1:], counters
+
+
+def table(recs: Sequence[Record]) -> str:
+    rows = []
+    for run in records.by_run(recs):
+        cases = [(records.read_case(Case, rec), rec) for rec in run.values()]
+        stock = [
+            float(np.median(rec["samples_ns"]))
+            for case, rec in cases
+            if case.spec == OFF and not case.n_prompt
+        ]
+        for case, rec in cases:
+            ms, low, high = (x / 1e6 for x in records.spread(rec["samples_ns"]))
+            faster = f"{min(stock) / 1e6 / ms:.2f}x" if stock and not case.n_prompt else ""
+            of = f"{rec['in_memory']} of {case.n_layer}"
+            row = [f"{case.like} {case.quant}", case.cache, f"{case.n_depth}", of, case.name]
+            rows.append([*row, f"{ms:.1f} ({low:.1f}-{high:.1f})", faster])
+    head = ["model", "K, V", "positions", "layers in memory", "attention"]
+    head += ["ms (p10-p90)", "of the best stock"]
+    return markdown(head, rows, left=("model", "K, V", "attention"))
+
+
+MEASUREMENT = runner.Measurement(
+    name="gpu_in_memory",
+    about="Tokens with the weights on a CUDA device and K and V in memory, beside llama.cpp's.",
+    options=OPTIONS,
+    groups=groups,
+    measure=measure,
+    table=table,
+    cost=lambda group: group[0].n_depth,
+)

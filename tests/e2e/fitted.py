@@ -1,0 +1,54 @@
+"""K and V on devices that are not there (fake_device.cpp), as many as fit.
+
+    python fitted.py MODEL LIBRARY JSON
+
+JSON: kv_offload, document (the prompt, read if the file is not there and opened), and options of a
+session. Prints one line of JSON: the layers whose K and V stay in memory, what is said of them, the
+bytes of the document that were mapped, nodes of ATTEND that each device ran, and the tokens of a
+reply.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+
+from pyorch import engine
+from pyorch.cli.gpu import note_in_memory
+from pyorch.engine import document_file, gpus
+from pyorch.native.slots import STEPS
+
+
+def main() -> None:
+    path, library, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    document = Path(options.pop("document", ""))
+    found = engine.library()
+    load = found.lib._lib.ggml_backend_load
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    assert load(library.encode())
+    count, prompt, mapped = ctypes.CDLL(library).fake_count, list(range(3, 253)), 0
+    with (
+        redirect_stderr(StringIO()) as said,
+        engine.load(path, n_threads=1, placed=note_in_memory(), **options) as s,
+    ):
+        if document.name:
+            if not document.exists():
+                engine.read_document(s, document, engine.Reading("ab", "ab" * 600, "plain"))
+                engine.rewind(s, 0)
+            mapped = engine.open_document(s, document_file.load(document))
+            prompt = [*s.tokens, 100]
+        pieces = engine.generate(s, prompt, max_tokens=20, ignore_eog=True)
+        tokens = [p.token for p in pieces]
+        result = {"in_memory": s.kv_in_memory, "tokens": tokens, "said": said.getvalue()}
+    n_devices = len(gpus.gpus(found))
+    result["attend"] = [count(i, STEPS.index("ATTEND")) for i in range(n_devices)]
+    result["mapped"] = mapped
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
