@@ -31,6 +31,7 @@ class Model:
     n_ff: int = 96
     n_ctx: int = 4096
     seed: int = 0
+    weights: str = "F32"  # the type of matrices whose rows it can hold
     keys: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -344,8 +345,13 @@ def save(m: Model, path: Path) -> Path:
     for name, value in keys.items():
         _add_key(w, f"{m.arch}.{name}", value)
     _add_vocabulary(w, None)
+    kind = gguf.GGMLQuantizationType[m.weights]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, values in m.tensors.items():
-        w.add_tensor(name, values)
+        if m.weights != "F32" and values.ndim > 1 and values.shape[-1] % block == 0:
+            w.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            w.add_tensor(name, values)
     finish(w)
     return path
 
