@@ -1,7 +1,6 @@
 """llama-server with drafts: the greedy text is the one without, token by token.
 
-The weights are Q8_0, whose products have the same bits for several tokens as for one. Drafts of an
-MTP head take the same way into a batch; no tiny model of the suite has one.
+The weights are Q8_0, whose products have the same bits for several tokens as for one.
 """
 
 from __future__ import annotations
@@ -25,8 +24,12 @@ MODES["ubatches"] = ("-np", 1, "-ub", 32)
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("m")
     return {
-        name: tiny_models.write(folder / f"{name}.gguf", n_layer=2, weights="Q8_0", seed=seed)
-        for name, seed in (("target", 3), ("other", 4))
+        name: tiny_models.write(folder / f"{name}.gguf", arch, n_layer=2, weights="Q8_0", seed=seed)
+        for name, arch, seed in (
+            ("target", "llama", 3),
+            ("other", "llama", 4),
+            ("mtp", "glm4moe", 5),
+        )
     }
 
 
@@ -40,6 +43,8 @@ LETTERS = {"grammar": "root ::= [a-d]+"}
 def drafts(kind: str, models: dict[str, Path]) -> tuple[object, ...]:
     if kind in NGRAMS:
         return "--spec-type", kind, *NGRAMS[kind]
+    if kind == "mtp":
+        return "--spec-type", "draft-mtp", "--spec-draft-n-max", 3
     model = models["target" if kind == "itself" else "other"]
     return "--spec-type", "draft-simple", "--spec-draft-model", model, "--spec-draft-n-max", 6
 
@@ -51,12 +56,20 @@ def complete(url: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["itself", "another", "ngram-simple", "ngram-mod"])
+@pytest.mark.parametrize("kind", ["itself", "another", "mtp", *NGRAMS])
 def test_the_text_is_that_without_drafts(
     server_dir: Path, models: dict[str, Path], tmp_path: Path, kind: str, mode: str
 ) -> None:
-    """Drafts of the same model, which reads exactly, of another, and of n-grams."""
-    args = ("-m", models["target"], *COMMON, *MODES[mode], "--sparse-attn", SPARSE, "--metrics")
+    """Drafts of the same model, which reads exactly, of another, of an MTP head, of n-grams."""
+    args = (
+        "-m",
+        models.get(kind, models["target"]),
+        *COMMON,
+        *MODES[mode],
+        "--sparse-attn",
+        SPARSE,
+        "--metrics",
+    )
     more = LETTERS if kind in NGRAMS else {}
     with serving(server_dir, tmp_path / "log", *args) as url:
         want = complete(url, **more)
@@ -71,7 +84,7 @@ def test_the_text_is_that_without_drafts(
         own = said["sparse_attn"]
         assert answer["content"] == want["content"]
         assert said["draft_n"] > said["draft_n_accepted"]
-        assert said["draft_n_accepted"] > 20 or kind == "another"
+        assert said["draft_n_accepted"] > 20 or kind in ("another", "mtp")
         assert own["verified"] > said["draft_n"] > 50, "each with the token before it"
         assert own["steps"] == N_REPLY - 1 + said["draft_n"] - said["draft_n_accepted"]
         assert own["calls_sparse"] == 2 * own["steps"]
