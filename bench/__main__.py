@@ -13,6 +13,7 @@ from pyorch.cli import run
 MEASUREMENTS = {
     "prompt_time": "bench.users.prompt_time:MEASUREMENT",
     "serving": "bench.users.serving:MEASUREMENT",
+    "drafts": "bench.users.drafts:MEASUREMENT",
     "growth": "bench.users.growth:MEASUREMENT",
     "step_times": "bench.kernels.step_times:MEASUREMENT",
     "node_times": "bench.kernels.node_times:MEASUREMENT",
