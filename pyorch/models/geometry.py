@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyorch.errors import SparqError
 from pyorch.models import layers
-from pyorch.models.gguf_checks import check_loadable, is_number
+from pyorch.models.gguf_checks import WHOLE_ROPE, check_loadable, is_number
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.layers import Windows
 
@@ -138,9 +138,12 @@ def _check_heads(file: GGUFFile, geo: Geometry) -> None:
     for key in ("rope.dimension_count", "rope.dimension_count_swa"):
         n_rot = m.get(key, 0)
         need(key, n_rot, is_number(n_rot, 0, longest) and n_rot % 2 == 0)
+    n_rot = m.get("rope.dimension_count", geo.head_dim_k)
+    need("rope.dimension_count", n_rot, n_rot == geo.head_dim_k or geo.arch not in WHOLE_ROPE)
     if geo.is_mla:  # the cache holds the latent vector
-        rank, n_rot = m.get("attention.kv_lora_rank"), m.get("rope.dimension_count", 0)
+        rank, n_k = m.get("attention.kv_lora_rank"), m["attention.key_length_mla"]
         need("attention.kv_lora_rank", rank, rank == geo.head_dim_v == geo.head_dim_k - n_rot)
+        need("attention.key_length_mla", n_k, n_k > n_rot)
     if geo.is_mla or any(k.endswith("_length_swa") for k in m):
         return
     same = geo.head_dim_k == geo.head_dim_v
