@@ -32,6 +32,7 @@ class Model:
     n_ctx: int = 4096
     n_embd: int = 0  # 0: as long as the heads together
     seed: int = 0
+    weights: str = "F32"  # the type of matrices whose rows it can hold
     keys: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -159,6 +160,42 @@ def _gpt_oss(m: Model) -> None:
         ):
             m.matrix(b + f"ffn_{name}_exps.weight", n_in, n_out, n_expert)
             m.vector(b + f"ffn_{name}_exps.bias", n_expert, n_out, mean=0.0)
+
+
+def _glm4moe(m: Model) -> None:
+    """Behind its layers, which have no experts, one with experts that guesses the token after next
+    (MTP)."""
+    n_expert, last = 2, m.n_layer
+    m.keys |= {
+        "block_count": last + 1,
+        "nextn_predict_layers": 1,
+        "leading_dense_block_count": last,
+        "expert_count": n_expert,
+        "expert_used_count": 1,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": m.n_ff,
+        "expert_weights_scale": 1.0,
+    }
+    m.ends()
+    for i in range(last + 1):
+        m.norm(f"blk.{i}.attn_norm")
+        m.qkv(i)
+        m.norm(f"blk.{i}.post_attention_norm")
+        if i < last:
+            m.mlp(i)
+    b = f"blk.{last}."
+    m.matrix(b + "ffn_gate_inp.weight", m.n_embd, n_expert)
+    m.vector(b + "exp_probs_b.bias", n_expert, mean=0.0)
+    for name, n_in, n_out in (
+        ("gate", m.n_embd, m.n_ff),
+        ("up", m.n_embd, m.n_ff),
+        ("down", m.n_ff, m.n_embd),
+    ):
+        m.matrix(b + f"ffn_{name}_exps.weight", n_in, n_out, n_expert)
+        m.matrix(b + f"ffn_{name}_shexp.weight", n_in, n_out)
+    m.matrix(b + "nextn.eh_proj.weight", 2 * m.n_embd, m.n_embd)
+    m.norm(b + "nextn.enorm")
+    m.norm(b + "nextn.hnorm")
 
 
 def _mpt(m: Model) -> None:
@@ -303,6 +340,7 @@ ARCHITECTURES: dict[str, Callable[[Model], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "glm4moe": _glm4moe,
     "mpt": _mpt,
     "gptneox": _gptneox,
     "lfm2": _lfm2,
@@ -346,8 +384,13 @@ def save(m: Model, path: Path) -> Path:
     for name, value in keys.items():
         _add_key(w, f"{m.arch}.{name}", value)
     _add_vocabulary(w, None)
+    kind = gguf.GGMLQuantizationType[m.weights]
+    block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, values in m.tensors.items():
-        w.add_tensor(name, values)
+        if m.weights != "F32" and values.ndim > 1 and values.shape[-1] % block == 0:
+            w.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            w.add_tensor(name, values)
     finish(w)
     return path
 

@@ -172,6 +172,7 @@ std::string llama_sparse_metrics(llama_context * ctx) {
         call("llama.cpp", reason, n);
     }
     one("decoded_tokens_total", "counter", state->n_steps, "Tokens of replies");
+    one("verified_tokens_total", "counter", state->n_verified, "Tokens of replies that came several at once, to verify a draft");
     one("bytes_read_total", "counter", stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND],
             "Bytes of K, V and the shadow that replies read");
     one("bytes_dense_total", "counter", stat[GGML_SPARSE_STAT_BYTES_DENSE], "Bytes that dense attention would have read for them");

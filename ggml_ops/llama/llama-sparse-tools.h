@@ -2,7 +2,7 @@
 
 // --sparse-attn in the programs of llama.cpp: what common/ and llama-server call. Templates, where only they know the types.
 
-#include "llama.h"
+#include "llama-sparse.h"
 
 #include <algorithm>
 #include <initializer_list>

@@ -6,14 +6,16 @@
 //
 // Which tokens are sparse: the decoded ones. Tokens of a prompt are always exact, in whatever batch. llama.cpp does not say which is which, so
 // this is the rule: a token is a decoded one if
-//   it is the only one of its sequence in this call to llama_decode,
-//   it asks for its logits,
-//   and the token before it in the sequence asked for them too, or was restored, or was read before the context had sparse attention for the
+//   it is the only one of its sequence in this call to llama_decode, or llama_sparse_attn_seq_draft() said that they verify a draft,
+//   it asks for its logits, as do the others of its sequence in this call,
+//   and the token before it, or before them, in the sequence asked for them too, or was restored, or was read before the context had sparse attention for the
 //   first time (with METHOD dense, sparq or topk; what is read while it is off again is known).
 // So a program reads a prompt in as many calls as it likes and asks for the logits of its last token only: whatever is left for the last call,
 // all of it is exact. llama_batch_get_one() asks for those of the last token of each piece: a last piece of one token counts as decoded then.
-// Several tokens of a sequence at once, as in the verification of a draft, count as those of a prompt. Exact means: over all positions, with the
-// products that `prompt` names below.
+// Exact means: over all positions, with the products that `prompt` names below.
+//
+// A token that verifies a draft gets what it gets alone, bit for bit, if what enters its attention has the bits that it has alone; the products of the
+// weights may round otherwise for several tokens.
 
 #include "llama.h"
 
@@ -52,6 +54,7 @@ extern "C" {
 //                                  product, those with V in bf16 where it multiplies these, f32 elsewhere. sparse: the same, and where a batch has 64
 //                                  tokens or more they read only the positions that carry most of their attention, from min_ctx on (default fast)
 //   prompt_p 0.99                  with prompt=sparse: the share of the attention that they carry (default 0.99)
+//   verify   sparse | exact        the tokens that verify a draft: each as a decoded one, or all exactly, as those of a prompt (default sparse)
 //
 // Errors are text in `err`/`buf`: a message, a line feed, a hint.
 
@@ -69,9 +72,14 @@ LLAMA_API int32_t llama_set_sparse_attn_seq(struct llama_context * ctx, llama_se
 // it says so, for one case: of a prompt that was restored only the last token is evaluated, which looks like a decoded one.
 LLAMA_API void llama_sparse_attn_seq_prompt(struct llama_context * ctx, llama_seq_id seq_id);
 
-// Writes, as JSON, the spec of a sequence, and what its decoded tokens have read since it was set: `steps`, and over all layers that are ours
-// `calls_sparse`, `calls_dense`, `positions_visible`, `positions_read`, `bytes_dense` and `bytes_read`, as the settings order them (the most, with
-// top_p). Returns the length the text has (without the 0), < 0: no such sequence.
+// Says that the `n` tokens of a sequence from position `from` on verify a draft: the last accepted token, and those that it guesses. They are decoded
+// ones, though one call to llama_decode has them all; so the answer does not depend on drafts. It holds until it is said again, or that a prompt comes
+// next, or the settings change. Prompts that follow a draft have to be told by llama_sparse_attn_seq_prompt() if all of their tokens ask for logits.
+LLAMA_API void llama_sparse_attn_seq_draft(struct llama_context * ctx, llama_seq_id seq_id, llama_pos from, int32_t n);
+
+// Writes, as JSON, the spec of a sequence, and what its decoded tokens have read since it was set: `steps`, those of them that `verified` a draft, and
+// over all layers that are ours `calls_sparse`, `calls_dense`, `positions_visible`, `positions_read`, `bytes_dense` and `bytes_read`, as the settings
+// order them (the most, with top_p). Returns the length the text has (without the 0), < 0: no such sequence.
 LLAMA_API int32_t llama_get_sparse_attn_seq_info(const struct llama_context * ctx, llama_seq_id seq_id, char * buf, size_t n_buf);
 
 // The spec of the contexts that this thread makes from now on, in place of the environment variable SPARQ_ATTN. NULL: SPARQ_ATTN again. A context

@@ -215,8 +215,17 @@ int32_t llama_set_sparse_attn_seq(llama_context * ctx, llama_seq_id seq, const c
 void llama_sparse_attn_seq_prompt(llama_context * ctx, llama_seq_id seq) {
     const auto & state = ctx->get_cparams().sparse;
     if (state && seq >= 0 && (uint32_t) seq < ctx->get_cparams().n_seq_max) {
-        state->sequences[seq].is_prompt  = true;
-        state->sequences[seq].prompt_end = -1;
+        auto & own = state->sequences[seq];
+        own.is_prompt  = true;
+        own.prompt_end = own.draft_from = own.draft_to = -1;
+    }
+}
+
+void llama_sparse_attn_seq_draft(llama_context * ctx, llama_seq_id seq, llama_pos from, int32_t n) {
+    const auto & state = ctx->get_cparams().sparse;
+    if (state && seq >= 0 && (uint32_t) seq < ctx->get_cparams().n_seq_max) {
+        state->sequences[seq].draft_from = from;
+        state->sequences[seq].draft_to   = from + n;
     }
 }
 
@@ -296,11 +305,12 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
     auto & state = access::cparams(*ctx).sparse;
     if (state && !state->is_off()) {
         state->is_restored = state->is_restored && seal_early(*ctx, RESTORED_BYTES);
-        state->replying    = llama_sparse_replying(llama_sparse_find_cache(ctx->get_memory()), batch);
+        llama_sparse_find_replies(*state, llama_sparse_find_cache(ctx->get_memory()), batch);
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
             auto & seq = state->sequences[batch.seq_id[i][0]];
             if (seq.is_prompt || seq.prompt_end == batch.pos[i]) {
-                state->replying[batch.seq_id[i][0]] = false;
+                state->replying [batch.seq_id[i][0]] = false;
+                state->verifying[batch.seq_id[i][0]] = false;
                 seq.prompt_end = batch.logits[i] ? batch.pos[i] : -1;
                 seq.is_prompt  = !batch.logits[i];
             } else {
@@ -429,6 +439,7 @@ static std::string info(llama_context & ctx) {
     // clang-format off: a table
     const std::string counters = json_object({
         { "steps",             json_number(state->n_steps) },
+        { "verified",          json_number(state->n_verified) },
         { "calls_sparse",      json_number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
         { "calls_dense_op",    json_number(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) },
         { "calls_prefill",     json_number(stat[GGML_SPARSE_STAT_PREFILL]) },
@@ -474,6 +485,7 @@ static std::string sequence_info(const llama_context & ctx, llama_seq_id seq) {
     return json_object({
         { "spec",              json_text(state->spec_of(seq).str()) },
         { "steps",             json_number(x.n_steps) },
+        { "verified",          json_number(x.n_verified) },
         { "calls_sparse",      json_number(x.n_sparse) },
         { "calls_dense",       json_number(x.n_dense) },
         { "positions_visible", json_number(x.n_visible) },

@@ -138,11 +138,13 @@ ggml_tensor * emit(const attention & a, ggml_backend_dev_t dev, ggml_tensor * t,
     return t;
 }
 
-// SEAL for the layer, once per graph; returns k_t of the graph's streams
-ggml_tensor * build_seal(const attention & a) {
+using stage = llm_graph_input_sparse::stage;
+
+// SEAL for the layer, once per graph and stage; returns k_t of the graph's streams. With several stages, layers that share cells go through them again
+ggml_tensor * build_seal(const attention & a, stage & x) {
     auto & inp = a.inp;
-    auto & res = inp.k_t[a.ikv()];
-    if (!res) {
+    auto & res = x.k_t[a.ikv()];
+    if (!res || inp.stages.size() > 1) {
         inp.need_list(a.g);
         if (ggml_sparse_has_codes(inp.shadow().n_bit())) {
             inp.need_sealed(a.g);
@@ -150,8 +152,8 @@ ggml_tensor * build_seal(const attention & a) {
         ggml_sparse_src src = {};
         src.k      = a.k;
         src.v      = a.v;
-        src.list   = inp.list;
-        src.sealed = inp.sealed;
+        src.list   = x.list;
+        src.sealed = x.sealed;
         src.stats  = inp.state->stats(a.device());
         res = inp.shadow().build_seal(a.g.ctx0, inp.kv(), a.ikv(), inp.stream0(), src);
         emit(a, a.device(), res, "sparse_seal");
@@ -203,6 +205,17 @@ ggml_tensor * build_prompts_between(const attention & a, bool ours) {
     return build_prefill(a, inp.tok.lo, inp.tok.hi, inp.mask_prompt);
 }
 
+// the tokens of a stage out of those of the range, which are dimension d of t
+ggml_tensor * part_of(const attention & a, const stage & x, ggml_tensor * t, int d) {
+    if (x.to - x.from == t->ne[d]) {
+        return t;
+    }
+    int64_t ne[GGML_MAX_DIMS];
+    std::copy_n(t->ne, GGML_MAX_DIMS, ne);
+    ne[d] = x.to - x.from;
+    return ggml_view_4d(a.g.ctx0, t, ne[0], ne[1], ne[2], ne[3], t->nb[1], t->nb[2], t->nb[3], x.from*t->nb[d]);
+}
+
 // the mask of the range that has the replies, shared by the layers
 void build_mask(const attention & a) {
     auto & inp = a.inp;
@@ -248,8 +261,8 @@ std::string why_not_there(const attention & a, bool all) {
     return !all && logit_bytes > GPU_LOGIT_BYTES ? "too many logits for a GPU" : "";
 }
 
-// attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
-ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
+// attention of the decoded tokens of a stage; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
+ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std::string & why) {
     auto & inp = a.inp;
     const auto & spec = a.spec();
     const auto & tok  = inp.tok;
@@ -269,13 +282,14 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
         return nullptr;
     }
 
-    auto & visible = inp.visible[dev];
+    ggml_sparse_src src = a.sources(tok.lo, tok.hi);
+    src.q    = part_of(a, x, src.q, 2);
+    src.mask = part_of(a, x, inp.mask_reply, 1);
+    auto & visible = x.visible[dev];
     if (!visible) {
-        visible = ggml_sparse_attn_visible(a.g.ctx0, inp.mask_reply);
+        visible = ggml_sparse_attn_visible(a.g.ctx0, src.mask);
         a.g.cb(visible, "sparse_visible", -1);
     }
-    ggml_sparse_src src = a.sources(tok.lo, tok.hi);
-    src.mask    = inp.mask_reply;
     src.visible = visible;
 
     const float max_bias = a.g.hparams.f_max_alibi_bias;
@@ -284,7 +298,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
         res = ggml_sparse_attn_attend(a.g.ctx0, &src, { a.scale, max_bias, a.softcap(), 0 });
     } else {
         inp.need_wanted(a.g);
-        src.wanted = inp.wanted;
+        src.wanted = part_of(a, x, inp.wanted, 1);
         // a share below 1 does not become 1, which means none
         const float top_p = spec.top_p < 1.0 ? std::min((float) spec.top_p, std::nextafter(1.0f, 0.0f)) : 1.0f;
         ggml_sparse_score_select_params params = {
@@ -295,7 +309,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
             inp.need_sealed(a.g);
             inp.shadow().at(a.ikv()).give(a.g.ctx0, inp.n_stream, inp.stream0(), src);
             src.k_t    = k_t;
-            src.sealed = inp.sealed;
+            src.sealed = x.sealed;
             params.score.n_bit  = spec.n_bit;
             params.score.n_rot  = llama_sparse_n_rot(inp.kv());
             params.score.i_rank = inp.i_rank(a.il);
@@ -307,8 +321,24 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     if (!why.empty()) {
         return nullptr; // the nodes made above are in no graph
     }
-    res = emit(a, dev, res, "sparse_attend");
-    return a.v_mla ? times_v_mla(a, res) : res;
+    return emit(a, dev, res, "sparse_attend");
+}
+
+// Attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. What a stage seals counts as sealed whoever attends
+ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
+    auto & inp = a.inp;
+    const auto by_stream = [&](ggml_tensor * t, const stage & x) { return ggml_reshape_3d(a.g.ctx0, t, t->ne[0], x.to - x.from, inp.n_stream); };
+    ggml_tensor * res = build_stage(a, inp.stages[0], k_t, why);
+    for (size_t i = 1; i < inp.stages.size(); ++i) {
+        auto & x = inp.stages[i];
+        k_t = k_t ? build_seal(a, x) : nullptr;
+        ggml_tensor * part = res ? build_stage(a, x, k_t, why) : nullptr;
+        res = part ? ggml_concat(a.g.ctx0, i == 1 ? by_stream(res, inp.stages[0]) : res, by_stream(part, x), 1) : nullptr;
+    }
+    if (res && inp.stages.size() > 1) {
+        res = ggml_reshape_2d(a.g.ctx0, res, res->ne[0], inp.tok.hi - inp.tok.lo);
+    }
+    return res && a.v_mla ? times_v_mla(a, res) : res;
 }
 
 // The attention of a layer, or nullptr and why it is left to llama.cpp. ours: may PREFILL read the prompts? Else llama.cpp does, and a reply beside
@@ -316,7 +346,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
 ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string & why) {
     const auto & tok = a.inp.tok;
 
-    ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a) : nullptr;
+    ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a, a.inp.stages[0]) : nullptr;
 
     const std::string why_exact = is_latent(a) ? why : ""; // why it is read exactly, though by us
     if (!why.empty() && why_exact.empty()) { // prompts of a layer with a sliding window may be ours, and then also the replies among them

@@ -13,6 +13,9 @@ using access = llama_sparse_access;
 // position that is not sealed is scored from K, which costs more with every token than sealing it does once
 static constexpr int64_t N_SEAL = 16;
 
+// A graph has room for so many. Where the tokens of one step complete more groups, the later ones are scored from K, and not from the shadow
+static constexpr size_t MAX_STAGES = 4;
+
 //
 // replies
 //
@@ -26,19 +29,25 @@ static bool follows_reply(llama_kv_cache & kv, llama_seq_id seq, llama_pos at) {
     return next != pos.begin() && !(shadow && shadow->is_prompt(stream, std::prev(next)->second));
 }
 
-std::bitset<LLAMA_MAX_SEQ> llama_sparse_replying(llama_kv_cache * kv, const llama_batch & batch) {
+void llama_sparse_find_replies(llama_sparse_state & state, llama_kv_cache * kv, const llama_batch & batch) {
     std::array<uint32_t, LLAMA_MAX_SEQ> n_tok = {};
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
         for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
             n_tok[batch.seq_id[i][j]]++;
         }
     }
-    std::bitset<LLAMA_MAX_SEQ> res;
+    std::bitset<LLAMA_MAX_SEQ> seen, & replying = state.replying;
+    replying.reset();
+    state.verifying.reset();
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
         const llama_seq_id seq = batch.seq_id[i][0];
-        res[seq] = n_tok[seq] == 1 && batch.logits[i] && (!kv || follows_reply(*kv, seq, batch.pos[i]));
+        const auto & own = state.sequences[seq];
+        const bool is_draft = state.spec_of(seq).verifies_alone() && own.draft_from <= batch.pos[i] && batch.pos[i] < own.draft_to;
+        const bool goes_on  = seen[seq] ? replying[seq] : !kv || follows_reply(*kv, seq, batch.pos[i]);
+        seen[seq]     = true;
+        replying[seq] = goes_on && batch.logits[i] && (n_tok[seq] == 1 || is_draft);
+        state.verifying[seq] = replying[seq] && n_tok[seq] > 1;
     }
-    return res;
 }
 
 static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & state, const llama_kv_cache_context * mctx, const llama_ubatch & ubatch) {
@@ -74,6 +83,53 @@ static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & sta
     return res;
 }
 
+// Appends, for each group that the tokens of a stream complete, how many of them do, where a sequence that verifies a draft goes on after them
+static void find_cuts(const llama_sparse_state & state, const llama_sparse_shadow & shadow, const llama_kv_cells & cells, uint32_t stream, uint32_t n_kv,
+        const std::vector<uint32_t> & written, llama_seq_id * const * seq_of, std::vector<uint32_t> & cuts) {
+    shadow.for_sealable(cells, stream, n_kv, nullptr, [&](int32_t g) {
+        const auto in_group = [g](uint32_t cell) { return (int32_t) (cell/GGML_SPARSE_GROUP) == g; };
+        const auto end = std::find_if(written.rbegin(), written.rend(), in_group).base(); // after the last token of the group
+        std::bitset<LLAMA_MAX_SEQ> before;
+        for (auto at = written.begin(); at != written.end(); ++at) {
+            const llama_seq_id seq = seq_of[at - written.begin()][0];
+            if (at < end) {
+                before[seq] = state.verifying[seq];
+            } else if (before[seq]) {
+                cuts.push_back(end - written.begin());
+                break;
+            }
+        }
+        return true;
+    });
+}
+
+static std::vector<llm_graph_input_sparse::stage> find_stages(const llama_sparse_state & state, const llama_kv_cache_context * mctx,
+        const llm_graph_input_sparse::tokens & tok, const llama_ubatch & ubatch) {
+    auto & kv = access::kv(*mctx);
+    const auto & shadow = access::shadow(kv);
+    const auto & sinfo  = access::sinfo(*mctx);
+    std::vector<uint32_t> cuts; // in the order of the tokens of a stream
+    if (!access::is_reserve(*mctx) && state.verifying.any() && state.spec.has_shadow() && shadow && shadow->has_tensors()) {
+        for (size_t i = 0; i < sinfo.strm.size(); ++i) {
+            const uint32_t stream = sinfo.strm[i];
+            find_cuts(state, *shadow, access::cells(kv, stream), stream, mctx->get_n_kv(), sinfo.idxs[i], ubatch.seq_id + i*sinfo.idxs[i].size(), cuts);
+        }
+    }
+    std::sort(cuts.begin(), cuts.end());
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+    cuts.resize(std::min(cuts.size(), MAX_STAGES - 1));
+
+    std::vector<llm_graph_input_sparse::stage> res;
+    uint32_t from = 0;
+    for (const uint32_t cut : cuts) {
+        res.push_back({ from, cut - tok.lo });
+        from = cut - tok.lo;
+    }
+    const uint32_t n_stream = sinfo.s1 - sinfo.s0 + 1;
+    res.push_back({ from, (tok.hi - tok.lo)/n_stream });
+    return res;
+}
+
 bool llm_graph_input_sparse::tokens::same_graph(const tokens & other) const {
     return n == other.n && lo == other.lo && hi == other.hi && n_reply == other.n_reply && is_stock == other.is_stock &&
             has_common == other.has_common && own == other.own;
@@ -104,6 +160,7 @@ llm_graph_input_sparse::llm_graph_input_sparse(const llm_graph_context & g, cons
         add(nullptr);
     }
     std::for_each(tok.own.begin(), tok.own.end(), add);
+    stages = find_stages(*state, mctx, tok, g.ubatch);
 }
 
 bool llm_graph_input_sparse::reads_all(const setting & x, int32_t il) const {
@@ -111,7 +168,9 @@ bool llm_graph_input_sparse::reads_all(const setting & x, int32_t il) const {
 }
 
 bool llm_graph_input_sparse::is_exact(const setting & x, int32_t il, uint32_t n_pos) const {
-    return reads_all(x, il) || x.spec.is_short(n_pos); // as if the other sequences were not there
+    // as if the other sequences were not there, nor the tokens that come after it
+    const uint32_t n_alone = std::min((n_pos + 255)/256*256, kv().get_size());
+    return reads_all(x, il) || x.spec.is_short(n_pos) || (uint32_t) x.spec.topk_for(il, n_alone, x.score_shares) >= n_alone;
 }
 
 int32_t llm_graph_input_sparse::rank_for(const setting & x, int32_t il) const {
@@ -132,15 +191,15 @@ static ggml_tensor * new_input(const llm_graph_context & g, const char * name, i
 }
 
 void llm_graph_input_sparse::need_list(const llm_graph_context & g) {
-    if (!list) {
+    for (auto & stage : stages) {
         const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
-        list = new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
+        stage.list = stage.list ? stage.list : new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
     }
 }
 
 void llm_graph_input_sparse::need_sealed(const llm_graph_context & g) {
-    if (!sealed) {
-        sealed = new_input(g, "sparse_sealed", llama_sparse_n_groups(n_kv), n_stream);
+    for (auto & stage : stages) {
+        stage.sealed = stage.sealed ? stage.sealed : new_input(g, "sparse_sealed", llama_sparse_n_groups(n_kv), n_stream);
     }
 }
 
@@ -183,9 +242,11 @@ bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
     }
     tok = now;
     mctx = next;
-    if (n_kv != mctx->get_n_kv()) {
+    const bool is_staged = stages.size() > 1 || (state->verifying.any() && find_stages(*state, mctx, tok, params.ubatch).size() > 1);
+    if (n_kv != mctx->get_n_kv() || is_staged) {
         return false;
     }
+    const ggml_tensor * list = stages[0].list;
     const int64_t n = list ? n_waiting() : 0;
     // a long list is walked by every layer, so the graph of a decoded token that has one serves once
     return !list || (n <= list->ne[0] && (tok.has_prompt() || list->ne[0] <= N_SEAL || n > N_SEAL));
@@ -212,35 +273,56 @@ static bool is_used(const ggml_tensor * t) {
     return t && t->data;
 }
 
-// Seals up to n_list complete groups of one stream: every cell in use, none written by this ubatch. K and V of such a group are in the
-// cache already, so it does not matter where in the graph SEAL runs.
-void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
-    // the cells this ubatch writes are in use already
+static void write_list(ggml_tensor * list, uint32_t s, const std::vector<int32_t> & groups) {
+    int32_t * dst = (int32_t *) list->data + s*list->ne[0];
+    std::fill(std::copy(groups.begin(), groups.end(), dst), dst + list->ne[0], -1);
+}
+
+std::vector<int32_t> llm_graph_input_sparse::seal_stage(const stage & x, uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
     busy.assign(shadow().sealed(stream).size(), 0);
-    for (uint32_t i : written) {
-        busy[i/GGML_SPARSE_GROUP] = 1;
+    for (size_t i = x.from > 0 ? tok.lo + x.from : 0; i < written.size(); ++i) {
+        busy[written[i]/GGML_SPARSE_GROUP] = 1; // its cells are in use already
     }
-
-    // no cell past the last one in use counts, and cells that were removed have no say in the range of a run
-    const auto & cells = access::cells(kv(), stream);
-    shadow().invalidate(stream, std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP);
-
-    const int64_t n_list = list->ne[0];
-    int32_t * dst = (int32_t *) list->data + s*n_list;
-    int64_t n = 0;
-    shadow().for_sealable(cells, stream, n_kv, busy.data(), [&](int32_t g) {
-        if (n == n_list) {
+    std::vector<int32_t> res;
+    shadow().for_sealable(access::cells(kv(), stream), stream, n_kv, busy.data(), [&](int32_t g) {
+        if ((int64_t) res.size() == x.list->ne[0]) {
             return false;
         }
-        dst[n++] = g;
+        res.push_back(g);
         shadow().seal(stream, g);
         return true;
     });
-    std::fill(dst + n, dst + n_list, -1);
-
-    if (is_used(sealed)) {
-        std::copy_n(shadow().sealed(stream).begin(), sealed->ne[0], (int32_t *) sealed->data + s*sealed->ne[0]);
+    if (is_used(x.sealed)) {
+        std::copy_n(shadow().sealed(stream).begin(), x.sealed->ne[0], (int32_t *) x.sealed->data + s*x.sealed->ne[0]);
     }
+    return res;
+}
+
+// Seals complete groups of one stream, as many as a list has room for: every cell in use, none written by this ubatch. K and V of such a group are in
+// the cache already, so it does not matter where in the graph SEAL runs. A later stage has those that the ubatch has written before: there SEAL runs
+// after K and V of the layer are written
+void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
+    // no cell past the last one in use counts, and cells that were removed have no say in the range of a run
+    shadow().invalidate(stream, std::min(n_kv, access::cells(kv(), stream).used_max_p1())/GGML_SPARSE_GROUP);
+
+    std::vector<int32_t> first = seal_stage(stages[0], s, stream, written);
+    const std::vector<uint8_t> before = stages.size() > 1 ? shadow().sealed(stream) : std::vector<uint8_t>();
+    for (size_t i = 1; i < stages.size(); ++i) {
+        const auto groups = seal_stage(stages[i], s, stream, written);
+        write_list(stages[i].list, s, groups);
+        for (const int32_t g : groups) {
+            // A layer that reads the cells of another comes after all stages of that one: its first stage codes these runs as they were
+            const size_t n_span = ggml_sparse_seal_span(shadow().n_bit())/GGML_SPARSE_GROUP, run = g/n_span*n_span;
+            const auto   end    = before.begin() + std::min(run + n_span, before.size());
+            const auto   sealed = std::find(before.begin() + run, end, 1);
+            if (sealed != end) {
+                first.push_back(sealed - before.begin());
+            }
+        }
+    }
+    std::sort(first.begin(), first.end());
+    first.erase(std::unique(first.begin(), first.end()), first.end());
+    write_list(stages[0].list, s, first);
 }
 
 // The local window and the sinks are the newest and the oldest positions of the token's own sequence: found by position, since cells are
@@ -311,6 +393,8 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
         const int64_t   n_pos = n_seen(seq, ubatch->pos[t]);
         auto & sum = state->sequences[seq];
         sum.n_steps++;
+        sum.n_verified += state->verifying[seq];
+        state->n_verified += state->verifying[seq];
         for (const auto & [il, reason, is_left, _, reads_exactly] : layers) {
             if (is_left || !(reason.empty() || reads_exactly)) {
                 continue;
@@ -330,7 +414,7 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
 }
 
 void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
-    if (list) {
+    if (const ggml_tensor * list = stages[0].list) {
         const auto & sinfo = access::sinfo(*mctx);
         shadow().commit();
         state->n_waiting = std::max<int64_t>(0, state->n_waiting - list->ne[0]);

@@ -58,16 +58,14 @@ public:
 
     // ---- inputs: made by the first layer that needs them
 
-    ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
-    ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
     ggml_tensor * wanted = nullptr; // I32 [i_forced + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, with several
                                     // settings the rank by layer, local window, sinks
     ggml_tensor * hide_prompts = nullptr; // F32 [1, n_tok, 1, n_stream], of a mixed range: -inf for tokens of prompts, else 0
     ggml_tensor * hide_replies = nullptr; // the reverse
     ggml_tensor * keep_prompts = nullptr; // F32 [1, n_tok*n_stream], of a mixed range: 1 for tokens of prompts, else 0
 
-    void need_list  (const llm_graph_context & g);
-    void need_sealed(const llm_graph_context & g);
+    void need_list  (const llm_graph_context & g); // of each stage
+    void need_sealed(const llm_graph_context & g); // of each stage
     void need_wanted(const llm_graph_context & g);
     void need_hide  (const llm_graph_context & g); // both
     void need_keep  (const llm_graph_context & g);
@@ -82,8 +80,18 @@ public:
     ggml_tensor * mask_reply  = nullptr; // of the range; in a mixed one, each of them hides all positions from the tokens of the other kind
     ggml_tensor * mask_prompt = nullptr;
     std::map<uint32_t, ggml_tensor *> mask_stock; // of prompts beside replies that llama.cpp reads, by their first token
-    std::map<ggml_backend_dev_t, ggml_tensor *> visible;
-    std::map<int32_t, ggml_tensor *> k_t;              // SEAL's result, by layer of the cache
+
+    // Replies that find the same groups sealed. That is all of them, but where a sequence has several: those after the one that completes a group find
+    // it sealed, as they would alone, and those before it do not. A group counts as sealed from its stage on
+    struct stage {
+        uint32_t from, to; // tokens of the range; with several streams, of each of them
+
+        ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
+        ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
+        std::map<ggml_backend_dev_t, ggml_tensor *> visible = {};
+        std::map<int32_t, ggml_tensor *> k_t = {}; // SEAL's result, by layer of the cache
+    };
+    std::vector<stage> stages;
 
     struct layer {
         int         il;
@@ -98,6 +106,7 @@ private:
     int64_t n_waiting() const; // complete groups that are not sealed, in the stream with most of them
 
     void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
+    std::vector<int32_t> seal_stage(const stage & x, uint32_t s, uint32_t stream, const std::vector<uint32_t> & written); // returns the groups
     void set_wanted(const llama_ubatch * ubatch);
     void account   (const llama_ubatch * ubatch); // of each sequence
 
@@ -107,6 +116,6 @@ private:
     std::vector<uint8_t> busy; // [n_grp] groups that the ubatch writes; kept, so that a token allocates nothing
 };
 
-// Which sequences of a batch reply: their one token is a decoded one, by the rule in llama-sparse.h. kv == nullptr: as if nothing was known of
-// the tokens before
-std::bitset<LLAMA_MAX_SEQ> llama_sparse_replying(llama_kv_cache * kv, const llama_batch & batch);
+// Which sequences of a batch reply, by the rule in llama-sparse.h: sets state.replying and state.verifying. kv == nullptr: as if nothing was known
+// of the tokens before
+void llama_sparse_find_replies(llama_sparse_state & state, llama_kv_cache * kv, const llama_batch & batch);

@@ -210,6 +210,7 @@ const std::vector<key_info> & keys() {
         list   ("rank_layers", &spec::rank_layers, parse_layer_rank, [](int32_t x) { return std::to_string(x); }),
         choice ("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
         above_0("prompt_p",   &spec::prompt_p,   1.0, SHARED | PROMPT, "the share of a prompt's attention to read, as in prompt_p=0.99"),
+        choice ("verify",     &spec::verify,     0, { "exact", "sparse" }),
     };
     // clang-format on
     return res;

@@ -40,6 +40,7 @@ struct llama_sparse_spec {
     int32_t n_bit   = 4;    // of the transposed copy of K, see sparse-codes.h
     int32_t prompt   = 1;    // of PREFILL, 0: f32, 1: products of few bits, 2: also chooses positions ..
     double  prompt_p = 0.99; // .. that carry this share of the mass
+    int32_t verify   = 1;    // of the tokens that verify a draft, 0: exact, 1: each as a decoded one
 
     struct layer_k {
         double x;       // positions, or percent of them
@@ -66,6 +67,9 @@ struct llama_sparse_spec {
 
     // reads every position: run as the dense op
     bool is_dense() const;
+
+    // does each token that verifies a draft get what it gets alone?
+    bool verifies_alone() const { return is_sparse() && !is_dense() && verify == 1; }
 
     // reads the transposed copy of K
     bool has_shadow() const { return method == LLAMA_SPARSE_SPARQ && !is_dense(); }

@@ -76,5 +76,6 @@ void llama_sparse_state::reset_counters() {
     }
     recent_at = 0;
     n_steps   = 0;
+    n_verified = 0;
     n_stock.clear();
 }

@@ -22,8 +22,9 @@ struct llama_sparse_state {
 
     bool is_restored = false; // there may be groups of a restored state that are not sealed
 
-    // in the present call to llama_decode, the sequences whose only token is a decoded one; all other tokens are of prompts
-    std::bitset<LLAMA_MAX_SEQ> replying;
+    // in the present call to llama_decode, the sequences whose tokens are decoded ones; all other tokens are of prompts. Those of them that have
+    // several tokens, which verify a draft
+    std::bitset<LLAMA_MAX_SEQ> replying, verifying;
 
     // of one sequence: its own settings (nullptr: the context's), and what its decoded tokens read since these were set, as they order it
     struct sequence {
@@ -31,7 +32,10 @@ struct llama_sparse_state {
         bool      is_prompt  = false; // what comes next, until a token asks for its logits ..
         llama_pos prompt_end = -1;    // .. whose position this is: a batch that found no room comes again
 
-        uint64_t n_steps  = 0; // decoded tokens
+        llama_pos draft_from = -1, draft_to = -1; // where its tokens are of a reply, however many a call has
+
+        uint64_t n_steps    = 0; // decoded tokens ..
+        uint64_t n_verified = 0; // .. and those of them that came several at once
         uint64_t n_sparse = 0; // calls of attention, one for each token and layer ..
         uint64_t n_dense  = 0; // .. exact ones
         uint64_t n_visible = 0, n_read = 0; // positions, over all KV heads; n_read is the most with top_p
@@ -45,7 +49,7 @@ struct llama_sparse_state {
     std::map<int, std::string> layers;
 
     // counters: the ops add to stats when they run; attention left to llama.cpp is counted here, by reason
-    uint64_t n_steps = 0; // decoded tokens
+    uint64_t n_steps = 0, n_verified = 0; // decoded tokens, and those of them that came several at once
     int64_t  n_waiting = 0; // complete groups that are not sealed after the last graph, in the stream with most of them
     std::map<std::string, uint64_t> n_stock;
 

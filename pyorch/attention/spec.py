@@ -35,12 +35,13 @@ FLAT = {"rank": 32, "topk": 512}
 BUDGETS = ("uniform", "ramp", "ramp-down", "flat", *CALIBRATED)
 SHADOWS = ("q4", "q8", "f16")
 PROMPTS = ("f32", "fast", "sparse")
+VERIFY = ("sparse", "exact")
 OF_PROMPT = ("prompt", "prompt_p")  # settings that `dense` takes too
 EXACT = {"min_ctx": 0, "min_k": 1}  # the bounds with which a ratio is exact at any length
 BOUNDS = ",".join(f"{name}={value}" for name, value in EXACT.items())
 
 _NAMES = {"method": METHODS, "mean_v": MEAN_V, "budget": BUDGETS}
-_NAMES |= {"shadow": SHADOWS, "prompt": PROMPTS}
+_NAMES |= {"shadow": SHADOWS, "prompt": PROMPTS, "verify": VERIFY}
 _LEAST = {"rank": 1, "topk": 1, "local": 0, "sinks": 0, "min_k": 1, "min_ctx": 0, "gpu_min_mb": 0}
 _MOST = 10**9  # of whole numbers, as in the library
 _CHOSEN = ("rank", "topk", "k_layers", "rank_layers", "top_p")
@@ -84,6 +85,8 @@ class AttentionSpec:
     prompt   how a prompt is read, also with dense: f32; fast, with products of few bits where the
              CPU has VNNI or NEON's dot product; or sparse, which also reads only some positions
     prompt_p  with prompt=sparse, the share of the attention that these positions carry
+    verify   how tokens that verify a draft are read: sparse, each as a decoded token, or exact, all
+             of them as those of a prompt
 
     Equal settings have only one form: a sparse method with neither a ratio nor both its parameters
     has ratio 1/8, ratio 1 is `dense`, a `top_p` of 1 is none, a given one needs no budget `top-p`,
@@ -112,6 +115,7 @@ class AttentionSpec:
     rank_layers: tuple[int, ...] | None = None
     prompt: str = "fast"
     prompt_p: float = 0.99
+    verify: str = "sparse"
 
     def __post_init__(self) -> None:
         for name, known in _NAMES.items():

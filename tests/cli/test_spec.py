@@ -86,6 +86,8 @@ def library_parse(line: str) -> tuple[int, str]:
         ("dense,prompt=sparse,prompt_p=0.99", "dense,prompt=sparse"),
         ("sparq,ratio=1,prompt=sparse,prompt_p=0.5", "dense,prompt=sparse,prompt_p=0.5"),
         ("sparq,ratio=1/3,min_k=1", None),
+        ("sparq,ratio=1/4,verify=exact", None),
+        ("topk,k=64,verify=sparse", "topk,topk=64"),
         ("sparq,rank=32,topk=128,local=16,sinks=0,min_ctx=0,mean_v=on", None),
         ("sparq,ratio=1/8,top_p=0.9375,cap=2.5,prompt=f32", None),
         ("sparq,ratio=1/8,top_p=0.9,cap=1.6666666666666667", None),  # ceil(300 cap) is 500, not 501
@@ -117,6 +119,8 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("off,ramp", "off reads everything, so budget", "sparq"),
         ("off,prompt=fast", "off reads everything, so prompt", "sparq"),
         ("dense,prompt=fast,sinks=0", "dense reads everything, so sinks", "sparq"),
+        ("dense,verify=exact", "dense reads everything, so verify", "sparq"),
+        ("sparq,verify=maybe", "unknown verify 'maybe'", "exact"),
         ("dense,prompt=slow", "unknown prompt 'slow'", "f32"),
         ("dense,prompt=sparse,prompt_p=0", "prompt_p 0.0 is not above 0", "prompt_p=0.99"),
         ("sparq,prompt_p=0.9", "prompt_p belongs to prompt=sparse", "prompt=sparse"),
@@ -223,14 +227,14 @@ def test_the_library_has_the_same_words_and_bounds() -> None:
 
     assert words("x") == set(METHODS)
     assert words("sparq,x=1") == {f.name for f in fields(AttentionSpec)} - {"method"}
-    for name in ("mean_v", "shadow", "prompt"):
+    for name in ("mean_v", "shadow", "prompt", "verify"):
         assert words(f"sparq,{name}=x") == set(_NAMES[name])
     assert words("sparq,budget=x") == set(BUDGETS) - set(CALIBRATED)
     for name, least in _LEAST.items():
         code, message = library_parse(f"sparq,{name}={least - 1}")
         assert code < 0 and message.startswith(f"{name} must be at least {least}: ")
     header = (paths.data("ggml_ops") / "llama" / "llama-sparse.h").read_text("utf-8")
-    for name in ("mean_v", "shadow", "prompt"):
+    for name in ("mean_v", "shadow", "prompt", "verify"):
         found = re.search(rf"^//   {name} +(\w+(?: \| \w+)+) ", header, re.MULTILINE)
         assert found is not None and set(found[1].split(" | ")) == set(_NAMES[name])
 
@@ -248,6 +252,7 @@ VALUES = {
     "rank_layers": ["0", "1", "8: 8", "+8", ""],
     "prompt": [],
     "prompt_p": ["0", "0.5", "0.99", "1", "1.1"],
+    "verify": [],
 }
 VALUES["k_layers"] += ["1000000000", "1000000001"]
 VALUES["rank_layers"] += ["1000000000", "1000000001"]
@@ -264,7 +269,7 @@ for _name, _least in _LEAST.items():
     )
     VALUES.setdefault(_name, []).extend(map(str, _numbers))
     VALUES[_name] += ["+64", "6_4", "64.0", "1e2", "x", ""]
-for _name in ("mean_v", "shadow", "budget", "prompt"):
+for _name in ("mean_v", "shadow", "budget", "prompt", "verify"):
     VALUES[_name] += [*sorted(set(_NAMES[_name]) - set(CALIBRATED)), "x"]
 
 

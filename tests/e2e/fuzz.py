@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import itertools
 import json
 import sys
 import tempfile
@@ -157,6 +158,8 @@ class Plain:
     n_seq: int
     streams: list[list[Cell]] = field(default_factory=list)
 
+    draft: tuple[int, ...] = ()  # the sequences of this call whose tokens verify a draft
+
     def __post_init__(self) -> None:
         self.streams = [[] for _ in range(1 if self.unified else self.n_seq)]
 
@@ -180,9 +183,13 @@ class Plain:
         """Which tokens are decoded ones, by the rule in llama-sparse.h."""
         of = Counter(s for *_, s in batch)
         before = {s: self.cells(s)[-1:] for s in of}
+        all_ask = {s: all(a for (*_, q), a in zip(batch, asks, strict=True) if q == s) for s in of}
         return [
-            of[s] == 1 and ask and bool(before[s]) and before[s][0].asked
-            for (*_, s), ask in zip(batch, asks, strict=True)
+            (of[s] == 1 or s in self.draft)
+            and all_ask[s]
+            and bool(before[s])
+            and before[s][0].asked
+            for *_, s in batch
         ]
 
     def sweep(self) -> None:
@@ -267,6 +274,7 @@ class Fuzz:
             (14, self.op_decode_many),
             (10, self.op_prefill),
             (3, self.op_prefill_many),
+            (10, self.op_draft),
             (4, self.op_rm_tail),
             (3, self.op_rm_middle),
             (2, self.op_rm_head),
@@ -342,9 +350,28 @@ class Fuzz:
             ]
         )
 
+    def op_draft(self) -> None:
+        """Drafts of some sequences are verified, beside a token of others; some are rejected."""
+        seqs = [s for s in range(self.n_seq) if self.plain.cells(s) and self.rng.random() < 0.7]
+        n = {s: int(self.rng.choice([1, 2, 4, 8, 8, 70])) for s in seqs}
+        batch = [t for s in seqs for t in self.tokens(s, n[s])]
+        if not batch:
+            return
+        for s in seqs:
+            self.ctx.say_draft(s, self.plain.last(s) + 1, n[s])
+        self.plain.draft = tuple(seqs) if self.spec.is_sparse else ()
+        first = {s: self.plain.last(s) + 1 for s in seqs}
+        self.note(f"drafts {n}")
+        self.decode(batch)
+        self.plain.draft = ()
+        for s in seqs:
+            self.ctx.say_draft(s, 0, 0)
+            if self.plain.last(s) > first[s] and self.rng.random() < 0.6:
+                self.rm(s, int(self.rng.integers(first[s], self.plain.last(s) + 1)), -1)
+
     def asks(self, batch: list[Token]) -> list[bool]:
         """Which tokens ask for their logits: the last of a sequence, or none of it; or all."""
-        if self.rng.random() < 0.1:
+        if self.rng.random() < (0.9 if self.plain.draft else 0.1):
             return [True] * len(batch)
         goes_on = {s for *_, s in batch[:-1] if self.rng.random() < 0.3}
         last = {s: i for i, (*_, s) in enumerate(batch) if s not in goes_on}
@@ -393,7 +420,9 @@ class Fuzz:
             self.check_shadow()
             return None
         self.check_shadow()
-        self.check_counters(before, len(batch))
+        several = {s for s in seqs if sum(q == s for *_, q in batch) > 1}
+        n_verified = sum(r and s in several for (*_, s), r in zip(batch, replies, strict=True))
+        self.check_counters(before, len(batch), n_verified)
         self.check_attends(batch, replies)
         if not any(asks):
             return None
@@ -419,7 +448,7 @@ class Fuzz:
     def counters(self) -> dict:
         return self.ctx.info().get("counters", {})
 
-    def check_counters(self, before: dict, n_tokens: int) -> None:
+    def check_counters(self, before: dict, n_tokens: int, n_verified: int) -> None:
         if self.spec.method == "off":
             return
         after, seen = self.counters(), self.watch.attends
@@ -431,6 +460,7 @@ class Fuzz:
             "calls_prefill": self.watch.prefilled,
             "calls_stock": 0,
             "steps": sum(a.calls for a in seen if a.layer == 0),
+            "verified": n_verified,
             "positions_visible": sum(int(a.visible.sum()) * a.shape[2] for a in seen),
             "positions_read": sum(a.n_read for a in seen),
             "groups_sealed": self.watch.sealed,
@@ -448,14 +478,26 @@ class Fuzz:
         if self.spec.method == "off":
             assert not seen
             return
-        tokens = iter([t for t, reply in zip(batch, replies, strict=True) if reply])
+        left: dict[int, list[Token]] = {}  # by stream, in order
+        for token, reply in zip(batch, replies, strict=True):
+            if reply:
+                left.setdefault(0 if self.unified else token[2], []).append(token)
         rows: list[Token] = []
-        for a in seen:  # ubatch by ubatch, in each the layers in order
-            if a.layer == 0:
-                rows = [next(tokens) for _ in range(a.calls)]
-            assert len(rows) == a.calls
-            for place, (_, position, seq) in zip(a.tokens, rows, strict=True):
-                if a.layer == 0:
+        for layer, nodes in itertools.groupby(seen, lambda a: a.layer):
+            # ubatch by ubatch, in each the layers in order, in each the stages; of each stream
+            places, done = [], 0
+            for a in nodes:
+                places += [((s, done + t), a, (s, t)) for s, t in a.tokens]
+                done += a.shape[1]
+            places.sort(key=lambda x: x[0])
+            if layer == 0:
+                # all streams, or the only one whose tokens are not through
+                rest = [s for s, tokens in left.items() if tokens]
+                whole = not self.unified and places[0][1].shape[0] == self.n_seq
+                rows = [left[s if whole else rest[0]].pop(0) for (s, _), *_ in places]
+            assert len(rows) == len(places)
+            for (_, a, place), (_, position, seq) in zip(places, rows, strict=True):
+                if layer == 0:
                     self.check_row(a, place, seq, position)
                 if a.is_sparse:
                     self.check_forced(a, place, seq, position)

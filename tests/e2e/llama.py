@@ -97,6 +97,8 @@ def bindings() -> ModuleType:
     for name, result, *args in (
         ("llama_set_sparse_attn", c_int32, c_void_p, c_char_p, c_char_p, c_size_t),
         ("llama_set_sparse_attn_seq", c_int32, c_void_p, c_int32, c_char_p, c_char_p, c_size_t),
+        ("llama_sparse_attn_seq_prompt", None, c_void_p, c_int32),
+        ("llama_sparse_attn_seq_draft", None, c_void_p, c_int32, c_int32, c_int32),
         ("llama_get_sparse_attn_seq_info", c_int32, c_void_p, c_int32, c_char_p, c_size_t),
         ("llama_sparse_attn_parse", c_int32, c_char_p, c_char_p, c_size_t),
         ("llama_get_sparse_attn_info", c_int32, c_void_p, c_char_p, c_size_t),
@@ -348,6 +350,13 @@ class Context:
         text = None if spec is None else spec.encode()
         if bindings()._lib.llama_set_sparse_attn_seq(self.handle, seq, text, error, 512) != 0:
             raise SpecError(error.value.decode())
+
+    def say_prompt(self, seq: int) -> None:
+        bindings()._lib.llama_sparse_attn_seq_prompt(self.handle, seq)
+
+    def say_draft(self, seq: int, first: int, n: int) -> None:
+        """`n` tokens from position `first` on verify a draft; 0: none do any more."""
+        bindings()._lib.llama_sparse_attn_seq_draft(self.handle, seq, first, n)
 
     def info(self, seq: int | None = None) -> dict[str, Any]:
         """Of the context, or of a sequence."""

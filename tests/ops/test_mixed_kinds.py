@@ -142,3 +142,42 @@ def test_each_token_has_its_own_rank(case: Case, ggml: Ggml) -> None:
     assert each[3] - each[2] == each[2] - each[1] > 0
     same = replace(data, kl=np.concatenate([data.kl, np.full_like(ranks, 2)], axis=3))
     assert run(same, case.d, 2)[1] == each[2]
+
+
+DRAFTS = [replace(c, batch=(7, c.batch[1]), mask="part") for c in CASES if c.n_kv != 501]
+
+
+@pytest.mark.parametrize("case", DRAFTS, ids=str)
+@pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
+def test_tokens_of_one_sequence(case: Case, exact: bool, ggml: Ggml) -> None:
+    """Each sees those before it in the batch, and has the bits that it has alone.
+
+    Alone there are fewer positions in all: the view of the cache ends with its block of 256, and
+    what comes after the token is not written yet.
+    """
+    data = cases.make(case)
+    first = 511 - 3  # of the last block of 256 or so, which some of them alone do not see
+    n_tok = case.batch[0]
+    mask = data.mask.copy()
+    for i in range(n_tok):
+        mask[:, :, i, first + i + 1 :] = -np.inf
+    both = sparse_run(ggml, replace(data, mask=mask), exact=exact)
+    assert np.isfinite(both).all() and both.any()
+    for i in range(n_tok):
+        n_kv = min(-(-(first + i + 1) // 256) * 256, case.n_kv)
+        k, v = data.k[:, :n_kv].copy(), data.v[:, :n_kv].copy()
+        k[:, first + i + 1 :] = v[:, first + i + 1 :] = np.nan
+        alone = replace(
+            data,
+            case=replace(case, n_kv=n_kv, batch=(1, case.batch[1])),
+            q=data.q[:, i : i + 1],
+            k=k,
+            v=v,
+            sealed=data.sealed[:, : -(-n_kv // 64)],
+            mask=mask[:, :, i : i + 1, :n_kv],
+            kl=data.kl[:, :, i : i + 1],
+            forced=np.where(data.forced < n_kv, data.forced, -1)[:, :, i : i + 1],
+            hidden=data.hidden[:, :n_kv],
+        )
+        got = sparse_run(ggml, alone, exact=exact)
+        assert np.array_equal(got[:, 0], both[:, i]) or not ggml.same_bits, i

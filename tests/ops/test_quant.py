@@ -168,6 +168,25 @@ def test_codes_hold_k_to_half_a_step(ggml, n_bit, n_kv, d, n_head_kv, n_stream, 
             assert np.allclose(span, part.max(axis=0) - part.min(axis=0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("n_bit", [8, 4])
+def test_a_later_group_can_be_taken_out_of_a_run(ggml, n_bit) -> None:
+    """Sealing one of the others again codes them as they were before it: bit for bit.
+
+    So layers that share cells can go through the stages of a verified draft again.
+    """
+    rng = np.random.default_rng(n_bit)
+    k = keys(rng, (1, 512, 2, 32))
+    k[:, 5 * GROUP :] *= 3  # wider than what is there
+    before, after = ((np.arange(8) < n).astype(np.int32)[None] for n in (5, 6))
+
+    shadow, found = Shadow.empty(n_bit, 1, 64, 512), []
+    for sealed, groups in (before, [0, 1, 2, 3, 4]), (after, [5]), (before, [0]):
+        shadow = seal(ggml, shadow, k, sealed, np.array([groups], np.int32), "f16")
+        found.append(shadow.values(512)[:, : 5 * GROUP])
+    assert np.array_equal(found[0], found[2])
+    assert not np.array_equal(found[0], found[1])
+
+
 @pytest.mark.parametrize("n_bit", BITS)
 def test_codes_of_values_that_are_not_finite(ggml, n_bit) -> None:
     k = np.zeros((1, 512, 1, 16), np.float32)
