@@ -18,7 +18,7 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
@@ -68,6 +68,10 @@ $(STAMP): pyproject.toml
 $(DEV): $(STAMP)
 	$(RUN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
+
+wheels: $(STAMP)        ## dist/: wheels with the library inside, for machines without a compiler
+	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
+	$(RUN)/python -m pyorch.native.wheel dist $(ARGS)
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
