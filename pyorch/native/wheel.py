@@ -52,9 +52,9 @@ TARGETS = {
         "x86_64-linux-gnu.2.17",
         "py3-none-manylinux_2_17_x86_64",
         "x86_64",
-        # Left out are those between two others that few machines have: each takes minutes and 1 MB
-        ("x64", "sse42", "sandybridge", "haswell", "alderlake")
-        + ("skylakex", "cascadelake", "icelake", "cooperlake", "zen4", "sapphirerapids"),
+        # llama.cpp has five more, for few machines; each takes minutes, and 1 MB of the wheel
+        ("x64", "sandybridge", "haswell", "alderlake")
+        + ("skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids"),
     ),
 }
 
@@ -117,7 +117,14 @@ def make(name: str, into: Path) -> Path:
         read = paths.PACKAGE / "bench" / "read.c"
         zig.run(["cc", "-O3", "-s", "-shared", "-fPIC", str(read), "-o", str(built / "read.so")])
         pin = source.read_pin()
-        source.unpack(source.locate(pin), "llama_cpp", built / "python" / "llama_cpp")
+        where, licenses = source.locate(pin), built / "licenses"
+        source.unpack(where, "llama_cpp", built / "python" / "llama_cpp")
+        source.unpack(where, "", licenses / "llama_cpp", only=("LICENSE.md",))
+        for name, tree in {"llama.cpp": root / "all" / "src", "zig": zig.folder}.items():
+            for file in (f for f in tree.rglob("LICENSE*") if f.is_file()):
+                copy = licenses / name / file.relative_to(tree)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, copy)
         stamp = {
             "stamp": source.digest_of({str(f.relative_to(built)): f for f in _files(built)})[:12],
             "inputs": made_of,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pyorch import native
+from pyorch.bench import gain
 from pyorch.errors import SparqError
 from pyorch.native import build, carried, probe, smoke
+
+if TYPE_CHECKING:
+    from conftest import Run
 
 RANKED = {"zen4": 99, "haswell": 12, "x64": 1, "sapphirerapids": 0}
 
@@ -120,6 +125,24 @@ def test_a_build_made_here_is_preferred(wheel: Path, monkeypatch: pytest.MonkeyP
     assert native.find() == made
     found = native.find(tools=("llama-server",))  # that build has no tools
     assert found and found.name.startswith("sparq-carried")
+
+
+def test_a_build_is_measured_beside_the_wheel(
+    run: Run, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
+    measured: list[tuple[Path, Path]] = []
+
+    def measure(here: Path, with_wheel: Path) -> dict[str, float]:
+        measured.append((here, with_wheel))
+        return {"prompts": 1.234, "replies": 0.99}
+
+    monkeypatch.setattr(gain, "gain", measure)
+    code, out, err = run("build")
+    assert code == 0
+    assert err.endswith("it reads prompts 1.23 times as fast, and decodes 0.99 times as fast\n")
+    assert measured == [(Path(out.strip()), carried.find())]
+    assert run("build").err == "" and len(measured) == 1  # only what was new
 
 
 def test_without_a_wheel_nothing_changes(world: Path) -> None:
