@@ -253,9 +253,9 @@ bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_he
 }
 
 // can a slot go back to its first n_held tokens? Recurrent layers cannot, and windows only as far as they reach
-static bool can_go_back(llama_context * ctx, llama_seq_id slot, size_t n_held, const known_document & like) {
-    const auto n_seen = (llama_pos) n_held - llama_model_n_swa(&ctx->get_model());
-    return !like.has(",state=") && (!like.has(",windows") || llama_get_memory(ctx)->seq_pos_min(slot) < n_seen);
+static bool can_go_back(llama_context * ctx, llama_seq_id slot, size_t n_held) {
+    const auto n_seen = (llama_pos) n_held - llama_model_n_swa(&ctx->get_model()) - 1; // llama-server's own limit
+    return llama_get_memory(ctx)->seq_pos_min(slot) <= std::max(n_seen, 0);
 }
 
 bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held, bool goes_on,
@@ -264,12 +264,12 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
     const known_document * best = nullptr;
     size_t n_best = 0;
     for (const auto & d : documents()) {
-        const size_t n_usable = goes_on || can_go_back(ctx, slot, n_held, d) ? n_held : 0;
+        const size_t n_usable = goes_on || can_go_back(ctx, slot, n_held) ? n_held : 0;
         if (const size_t n = n_common(prompt, d.tokens); n > std::max(n_best, n_usable + WORTH)) {
-            // recurrent layers know a text to its end alone, and a token after it has to be evaluated
+            // the state is that of its end, and a token after it has to be evaluated
             if (d.has(",state=") && (n < d.tokens.size() || n == prompt.size())) {
-                LLAMA_LOG_WARN("sparse document: slot %d, %s is not used: the prompt has %zu of its %zu tokens, and recurrent layers need one after "
-                        "all of them\n", slot, d.path.c_str(), n, d.tokens.size());
+                LLAMA_LOG_WARN("sparse document: slot %d, %s is not used: the prompt has %zu of its %zu tokens, and windows and recurrent layers "
+                        "need one after all of them\n", slot, d.path.c_str(), n, d.tokens.size());
                 continue;
             }
             best   = &d;
@@ -286,15 +286,13 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
     char err[512] = "cannot be opened";
     const auto & d = *best;
-    // windows that keep the newest alone have to be those before the place where the prompt goes on
-    const uint32_t n_open = d.has(",windows") ? n_best : d.n_tokens;
     bool is_open = false;
     if (const int fd = open(d.path.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
-        is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, n_open, d.kind.c_str(), err, sizeof(err)) >= 0;
+        is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0;
         close(fd);
     }
     if (is_open) {
-        tokens.assign(d.tokens.begin(), d.tokens.begin() + n_open);
+        tokens = d.tokens;
         LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
     } else {
         llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);

@@ -102,8 +102,8 @@ LLAMA_API int64_t llama_sparse_document_bytes(struct llama_context * ctx, uint32
 // Writes what K and V of this context are, a line feed, and what its transposed K is, "" if there is none. Returns the length
 LLAMA_API int64_t llama_sparse_document_kind(struct llama_context * ctx, char * buf, size_t n_buf);
 
-// Writes K and V of positions [from, to), from <= to <= n_pos, and the state of recurrent layers, which must be that after `to`. Where layers with a
-// window keep only the newest positions (no --swa-full) it fails
+// Writes K and V of positions [from, to), from <= to <= n_pos, and the state after `to` of layers that are recurrent or have a window. It fails where
+// that is gone already
 LLAMA_API int64_t llama_sparse_document_write(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         uint32_t from, uint32_t to, char * err, size_t n_err);
 
@@ -112,7 +112,7 @@ LLAMA_API int64_t llama_sparse_document_write(struct llama_context * ctx, llama_
 LLAMA_API int64_t llama_sparse_document_write_shadow(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos,
         char * err, size_t n_err);
 
-// Gives an empty sequence the first n_read positions of the image; with recurrent layers, as many as it had when their state was written. Where the
+// Gives an empty sequence the first n_read positions of the image; as many as it had when the state was written, if there is one. Where the
 // system can, K and V become pages of the file, and are read from it when a token reads them; what is written to them later stays in memory. The
 // transposed K is copied if all n_pos positions are read and `kind`, that of the context that wrote the image, is this context's; otherwise it is made
 // anew. The tokens count as those of a prompt. Returns the bytes that are mapped

@@ -2,22 +2,15 @@
 // reads it; the shadow, a small part of the bytes, is copied. The file around this image, its header and its tokens, is the program's: here it is a
 // descriptor and an offset.
 //
-// Layers with a sliding window have all their rows in the image too, so that a cache which keeps only the newest can be given those before any
-// position. What recurrent layers know of a text can not be cut: the image has their state at its end.
+// What layers that forget know of a text (sparse-document-state.h) can not be cut: the image has their state at its end.
 
+#include "sparse-document-state.h"
 #include "sparse-seal.h"
 
-#include "llama-hparams.h"
 #include "llama-impl.h"
-#include "llama-io.h"
-#include "llama-kv-cache-iswa.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
 
 #include "sparse-codes.h"
 #include "sparse-layout.h"
-#include "sparse-reasons.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -58,21 +51,10 @@ struct part {
 };
 
 struct image {
-    std::vector<part> rows;    // K and V of all positions, in their order
-    std::vector<part> windows; // likewise, of layers with a sliding window
-    std::vector<part> shadow;  // of the groups that they complete
+    std::vector<part> rows;   // K and V of all positions, in their order
+    std::vector<part> shadow; // of the groups that they complete
     uint64_t          states = 0; // where two states begin: while one is written, the other is whole
     uint64_t          bytes = 0;
-};
-
-// What a context keeps of a text
-struct memory {
-    llama_kv_cache &         kv;        // of layers that read everything
-    llama_kv_cache *         windows;   // nullptr: no layer has a window
-    llama_memory_recurrent * recurrent; // nullptr: no layer is recurrent
-
-    // does the cache of the windows keep only the newest?
-    bool is_windowed() const { return windows && windows->get_size() < kv.get_size(); }
 };
 
 // where a document of n_pos positions lies in a cache
@@ -93,100 +75,22 @@ place place_of(uint32_t stream, uint32_t n_pos) {
     return { stream, 0, n_pos };
 }
 
-// throws std::runtime_error: no document can be kept of this cache
-void check_cache(const llama_kv_cache & kv) {
-    if (const std::string why = llama_sparse_why_not(kv); !why.empty()) {
-        throw std::runtime_error("no document can be kept of this cache: " + why);
-    }
-    for (const auto & layer : llama_sparse_access::layers(kv)) {
-        if (!layer.k || !layer.v) {
-            throw std::runtime_error("no document can be kept of this cache: a layer has no K or no V");
-        }
-    }
-}
-
-// throws std::runtime_error: no document can be kept of it
-memory memory_of(llama_context & ctx) {
-    auto * all = ctx.get_memory();
-    auto * kv  = llama_sparse_find_cache(all);
-    if (!kv) {
-        throw std::runtime_error("documents need a model with layers of attention, whose K and V they keep");
-    }
-    auto * iswa        = dynamic_cast<llama_kv_cache_iswa *>(all);
-    auto * hybrid      = dynamic_cast<llama_memory_hybrid *>(all);
-    auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(all);
-    memory res = { *kv, nullptr, hybrid ? hybrid->get_mem_recr() : hybrid_iswa ? hybrid_iswa->get_mem_recr() : nullptr };
-    if (hybrid_iswa) {
-        iswa = hybrid_iswa->get_mem_attn();
-    }
-    check_cache(*kv);
-    if (iswa && !llama_sparse_access::layers(*iswa->get_swa()).empty()) {
-        res.windows = iswa->get_swa();
-        check_cache(*res.windows);
-    }
-    return res;
-}
-
-// the bytes that llama_memory_recurrent::state_write() makes of one sequence; 0: no layer is recurrent
-uint64_t state_bytes(const memory & m) {
-    if (!m.recurrent) {
-        return 0;
-    }
-    uint64_t res = 5*sizeof(uint32_t); // cells, the position and the number of sequences of one, two about the rows
-    for (const auto * tensors : { &m.recurrent->r_l, &m.recurrent->s_l }) {
-        for (const ggml_tensor * t : *tensors) {
-            res += t ? sizeof(int32_t) + sizeof(uint64_t) + ggml_row_size(t->type, t->ne[0]) : 0;
-        }
-    }
-    return res;
-}
-
 // what stands before a state in the image
 struct state_head {
     uint64_t n_pos; // that are read
     uint64_t hash;
 };
 
-uint64_t hash_of(uint64_t n_pos, const std::vector<char> & state) { // FNV-1a
+uint64_t hash_of(uint64_t n_pos, const std::vector<char> & state) { // FNV-1a, of eight bytes at a time: windows may have gigabytes
     uint64_t res = 14695981039346656037u ^ n_pos;
-    for (const char c : state) {
-        res = (res ^ (uint8_t) c)*1099511628211u;
+    for (size_t i = 0; i < state.size(); i += 8) {
+        uint64_t x = 0;
+        memcpy(&x, &state[i], std::min<size_t>(8, state.size() - i));
+        res = (res ^ x)*1099511628211u;
+        res ^= res >> 32; // or the highest bits would move nothing
     }
     return res;
 }
-
-struct state_writer : llama_io_write_i {
-    std::vector<char> state;
-
-    void write(const void * src, size_t n) override { state.insert(state.end(), (const char *) src, (const char *) src + n); }
-
-    void write_tensor(ggml_tensor * t, size_t offset, size_t n) override {
-        state.resize(state.size() + n);
-        ggml_backend_tensor_get(t, &state[state.size() - n], offset, n);
-    }
-
-    size_t n_bytes() override { return state.size(); }
-};
-
-struct state_reader : llama_io_read_i {
-    const std::vector<char> & state;
-    size_t                    at = 0;
-
-    explicit state_reader(const std::vector<char> & state) : state(state) {}
-
-    const char * take(size_t n) {
-        if (n > state.size() - at) {
-            throw std::runtime_error("the state of the recurrent layers ends early");
-        }
-        at += n;
-        return &state[at - n];
-    }
-
-    void read(void * dst, size_t n) override { memcpy(dst, take(n), n); }
-    void read_tensor(ggml_tensor * t, size_t offset, size_t n) override { ggml_backend_tensor_set(t, take(n), offset, n); }
-
-    size_t n_bytes() override { return at; }
-};
 
 uint32_t stream_of(const llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq) {
     if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
@@ -216,11 +120,10 @@ std::string kind_of_rotations(const llama_cparams & c) {
 
 // what K and V are, beside the weights. What else could change them (adapters, control vectors, other metadata) no document is made with, and
 // llama-server uses none with it
-std::string kind_of_rows(const llama_context & ctx, const memory & m) {
-    const auto & layer = llama_sparse_access::layers(m.kv).front();
-    return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(m.kv)) +
-            "," + kind_of_rotations(ctx.get_cparams()) + (m.windows ? ",windows" : "") +
-            (m.recurrent ? ",state=" + std::to_string(state_bytes(m)) : "");
+std::string kind_of_rows(const llama_context & ctx, const llama_sparse_memory & m) {
+    const auto & layer = llama_sparse_access::layers(*m.kv).front();
+    return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(*m.kv)) +
+            "," + kind_of_rotations(ctx.get_cparams()) + (m.has_state() ? ",state=" + std::to_string(m.state_bytes()) : "");
 }
 
 // what the shadow is: its type, sums of V, layers, which a GPU may have without, and what its bytes mean; "": there is none
@@ -237,27 +140,21 @@ std::string kind_of_shadow(llama_kv_cache & kv) {
     return res + ",layout=" + std::to_string(ggml_sparse_layout());
 }
 
-image image_of(const memory & m, const place & p) {
-    auto & kv = m.kv;
+image image_of(const llama_sparse_memory & m, const place & p) {
+    auto & kv = *m.kv;
     image res;
     const auto add = [&](std::vector<part> & parts, ggml_tensor * t, size_t at, size_t nb, size_t row_bytes, size_t n_row) {
         parts.push_back({ t, at, nb, row_bytes, n_row, res.bytes });
         res.bytes += aligned(row_bytes*n_row);
     };
-    const auto add_rows = [&](std::vector<part> & parts, llama_kv_cache & cache, uint32_t cell) {
-        for (const auto & layer : llama_sparse_access::layers(cache)) {
-            for (ggml_tensor * t : { layer.k, layer.v }) {
-                add(parts, t, p.stream*t->nb[2] + cell*t->nb[1], t->nb[1], ggml_row_size(t->type, t->ne[0]), p.n_pos);
-            }
+    for (const auto & layer : llama_sparse_access::layers(kv)) {
+        for (ggml_tensor * t : { layer.k, layer.v }) {
+            add(res.rows, t, p.stream*t->nb[2] + p.cell*t->nb[1], t->nb[1], ggml_row_size(t->type, t->ne[0]), p.n_pos);
         }
-    };
-    add_rows(res.rows, kv, p.cell);
-    if (m.windows) {
-        add_rows(res.windows, *m.windows, m.is_windowed() ? 0 : p.cell);
     }
-    if (m.recurrent) {
+    if (m.has_state()) {
         res.states = res.bytes;
-        res.bytes += 2*aligned(sizeof(state_head) + state_bytes(m));
+        res.bytes += 2*aligned(sizeof(state_head) + m.state_bytes());
     }
     const auto & shadow = llama_sparse_access::shadow(kv);
     if (!shadowed_layer(kv) || p.n_group(shadow->n_bit()) == 0) {
@@ -379,40 +276,33 @@ void read_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) 
 }
 
 // where the state after n_pos positions is, in the file: the place of two that has it, or else the first
-uint64_t state_at(int fd, uint64_t offset, const memory & m, const image & im, uint64_t n_pos) {
-    const uint64_t second = im.states + aligned(sizeof(state_head) + state_bytes(m));
+uint64_t state_at(int fd, uint64_t offset, const llama_sparse_memory & m, const image & im, uint64_t n_pos) {
+    const uint64_t second = im.states + aligned(sizeof(state_head) + m.state_bytes());
     state_head head = {};
     (void) !pread(fd, &head, sizeof(head), (off_t) (offset + second)); // nothing, while the file has not grown to it
     return offset + (head.n_pos == n_pos ? second : im.states);
 }
 
 // The state after `to` positions, to the file, beside that after `from`, with which an interrupted reading goes on. Throws std::runtime_error
-void write_state(int fd, uint64_t offset, const memory & m, const image & im, llama_seq_id seq_id, uint64_t from, uint64_t to) {
-    if (m.recurrent->seq_pos_max(seq_id) != (llama_pos) to - 1) {
-        throw std::runtime_error("the recurrent layers are beyond the end of the document\nkeep it before anything else is read, as sparq-cpp read does");
-    }
-    state_writer out;
-    m.recurrent->state_write(out, seq_id, 0);
-    if (out.state.size() != state_bytes(m)) {
-        throw std::runtime_error("the state of the recurrent layers is not of one sequence");
-    }
-    const uint64_t first = offset + im.states, second = first + aligned(sizeof(state_head) + state_bytes(m));
+void write_state(int fd, uint64_t offset, const llama_sparse_memory & m, const image & im, llama_seq_id seq_id, uint64_t from, uint64_t to) {
+    const std::vector<char> state = m.state(seq_id, to);
+    const uint64_t first = offset + im.states, second = first + aligned(sizeof(state_head) + m.state_bytes());
     const uint64_t at    = from > 0 && state_at(fd, offset, m, im, from) == first ? second : first;
-    const state_head none = {}, head = { to, hash_of(to, out.state) };
+    const state_head none = {}, head = { to, hash_of(to, state) };
     write_all(fd, (const char *) &none, sizeof(none), at); // until it is whole
-    write_all(fd, out.state.data(), out.state.size(), at + sizeof(head));
+    write_all(fd, state.data(), state.size(), at + sizeof(head));
     write_all(fd, (const char *) &head, sizeof(head), at);
 }
 
 // throws std::runtime_error
-std::vector<char> read_state(int fd, uint64_t offset, const memory & m, const image & im, uint64_t n_pos) {
+std::vector<char> read_state(int fd, uint64_t offset, const llama_sparse_memory & m, const image & im, uint64_t n_pos) {
     state_head head;
-    std::vector<char> res(state_bytes(m));
+    std::vector<char> res(m.state_bytes());
     const uint64_t at = state_at(fd, offset, m, im, n_pos);
     read_all(fd, (char *) &head, sizeof(head), at);
     read_all(fd, res.data(), res.size(), at + sizeof(head));
     if (head.n_pos != n_pos || head.hash != hash_of(n_pos, res)) {
-        throw std::runtime_error("the document has no state of the recurrent layers after " + std::to_string(n_pos) + " positions\nread it again");
+        throw std::runtime_error("the document has no state of its windows or recurrent layers after " + std::to_string(n_pos) + " positions\nread it again");
     }
     return res;
 }
@@ -459,54 +349,15 @@ size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const par
     return n_page;
 }
 
-// K and V of layers with a window: all of them, where the cache keeps all, or else as many of the newest as it has cells. Returns the bytes that were
-// mapped
-int64_t open_windows(const memory & m, const place & p, int fd, uint64_t offset, const std::vector<part> & parts, uint32_t n_read, llama_seq_id seq_id) {
-    auto & kv    = *m.windows;
-    auto & cells = llama_sparse_access::cells(kv, p.stream);
-    auto & known = llama_sparse_access::shadow(kv); // for its pages
-    if (!known) {
-        known = std::make_shared<llama_sparse_shadow>(kv.get_n_stream(), kv.get_size());
-    }
-    const uint32_t n = m.is_windowed() ? std::min(n_read, cells.size()) : n_read, first = n_read - n;
-    int64_t mapped = 0;
-    for (part rows : parts) {
-        rows.offset += first*rows.row_bytes;
-        if (m.is_windowed()) {
-            read_rows(fd, offset, rows, 0, n);
-        } else {
-            mapped += map_rows(*known, fd, offset, rows, n);
-        }
-    }
-    const uint32_t cell = m.is_windowed() ? 0 : p.cell, last = cell + n - 1;
-    for (uint32_t i = cell; i < last; ++i) {
-        cells.pos_set(i, first + i - cell);
-        cells.seq_add(i, seq_id);
-    }
-    // The last one as llama.cpp does it, so that it looks for room behind it. From the beginning on it would take cells that no window sees any more,
-    // and sums over positions in another order have other bits
-    llama_ubatch ubatch = llama_batch_allocr(llama_sparse_access::hparams(kv).n_pos_per_embd()).ubatch_reserve(1, 1);
-    ubatch.pos[0]        = n_read - 1;
-    ubatch.n_seq_id[0]   = 1;
-    ubatch.seq_id[0]     = &seq_id;
-    ubatch.seq_id_unq[0] = seq_id;
-    llama_kv_cache::slot_info info = { p.stream, p.stream, { (llama_seq_id) p.stream }, { { last } } };
-    kv.apply_ubatch(info, ubatch);
-    return mapped;
-}
-
 int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind) {
     ctx.synchronize();
-    const memory m = memory_of(ctx);
-    auto & kv = m.kv;
+    const llama_sparse_memory m = llama_sparse_memory_of(ctx);
+    auto & kv = *m.kv;
     place p = place_of(stream_of(ctx, kv, seq_id), n_pos);
     auto & cells = llama_sparse_access::cells(kv, p.stream);
     p.cell = (cells.used_max_p1() + CELLS - 1)/CELLS*CELLS;
     if (kv.seq_pos_max(seq_id) >= 0) {
         throw std::runtime_error("the sequence holds something already");
-    }
-    if (m.windows && llama_sparse_access::cells(*m.windows, p.stream).get_used() > 0 && m.is_windowed()) {
-        throw std::runtime_error("the layers with a window hold other sequences\ntake --no-kv-unified");
     }
     if (n_read == 0 || n_read > n_pos || (uint64_t) p.cell + n_read > cells.size()) {
         throw std::runtime_error("the document has " + std::to_string(n_read) + " positions, and the context room for " +
@@ -525,14 +376,14 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     const bool has_shadow = n_read == n_pos && !shadow_kind.empty() && text == rows_kind + "\n" + shadow_kind;
 
     const image im = image_of(m, p);
-    const part & last_row = im.windows.empty() ? im.rows.back() : im.windows.back();
-    const part & last = has_shadow && !im.shadow.empty() ? im.shadow.back() : last_row;
-    const uint64_t need = last.offset + last.row_bytes*(&last == &last_row ? n_read : last.n_row);
+    const bool is_shadow_last = has_shadow && !im.shadow.empty();
+    const part & last = is_shadow_last ? im.shadow.back() : im.rows.back();
+    const uint64_t need = last.offset + last.row_bytes*(is_shadow_last ? last.n_row : n_read);
     struct stat file;
     if (fstat(fd, &file) != 0 || (uint64_t) file.st_size < offset + need) {
         throw std::runtime_error("the document is shorter than its header says");
     }
-    const std::vector<char> state = m.recurrent ? read_state(fd, offset, m, im, n_read) : std::vector<char>();
+    const std::vector<char> state = m.has_state() ? read_state(fd, offset, m, im, n_read) : std::vector<char>();
     std::vector<uint32_t> own(n_read);
     for (uint32_t i = 0; i < n_read; ++i) {
         own[i] = p.cell + i;
@@ -541,9 +392,6 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     int64_t mapped = 0;
     for (const part & rows : im.rows) {
         mapped += map_rows(*shadow, fd, offset, rows, n_read);
-    }
-    if (m.windows) {
-        mapped += open_windows(m, p, fd, offset, im.windows, n_read, seq_id);
     }
     if (has_shadow) {
         read_parts(fd, offset, im.shadow, ctx.get_cparams().n_threads_batch);
@@ -555,10 +403,7 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
             cells.pos_set(own[i], i);
             cells.seq_add(own[i], seq_id);
         }
-        if (m.recurrent) {
-            state_reader in(state);
-            m.recurrent->state_read(in, seq_id, 0);
-        }
+        m.set_state(seq_id, n_read, state);
         if (has_shadow) {
             shadow->commit();
             for (uint32_t g = 0; g < p.n_group(shadow->n_bit()); ++g) {
@@ -610,13 +455,13 @@ int64_t guarded(F f, char * err, size_t n_err) {
 } // namespace
 
 int64_t llama_sparse_document_bytes(llama_context * ctx, uint32_t n_pos, char * err, size_t n_err) {
-    return guarded([&] { return (int64_t) image_of(memory_of(*ctx), place_of(0, n_pos)).bytes; }, err, n_err);
+    return guarded([&] { return (int64_t) image_of(llama_sparse_memory_of(*ctx), place_of(0, n_pos)).bytes; }, err, n_err);
 }
 
 int64_t llama_sparse_document_kind(llama_context * ctx, char * buf, size_t n_buf) {
     return guarded([&] {
-        const memory m = memory_of(*ctx);
-        const std::string kind = kind_of_rows(*ctx, m) + "\n" + kind_of_shadow(m.kv);
+        const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
+        const std::string kind = kind_of_rows(*ctx, m) + "\n" + kind_of_shadow(*m.kv);
         snprintf(buf, n_buf, "%s", kind.c_str());
         return (int64_t) kind.size();
     }, buf, n_buf);
@@ -626,8 +471,8 @@ int64_t llama_sparse_document_write(
         llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t from, uint32_t to, char * err, size_t n_err) {
     return guarded([&] {
         ctx->synchronize();
-        const memory m = memory_of(*ctx);
-        auto & kv = m.kv;
+        const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
+        auto & kv = *m.kv;
         place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
         if (from > to || to > n_pos) {
             throw std::runtime_error("a document of " + std::to_string(n_pos) + " positions has no positions " + std::to_string(from) + " to " +
@@ -637,19 +482,11 @@ int64_t llama_sparse_document_write(
             return int64_t(0); // an empty sequence has no first cell
         }
         p.cell = first_cell(kv, seq_id, p.stream, to);
-        if (m.is_windowed()) {
-            throw std::runtime_error("the layers with a window keep only the newest positions here\ntake --swa-full");
-        }
-        if (m.windows && first_cell(*m.windows, seq_id, p.stream, to) != p.cell) {
-            throw std::runtime_error("the positions of the sequence do not lie in the same cells of all layers\nread the document into an empty cache");
-        }
         const image im = image_of(m, p);
-        for (const auto * parts : { &im.rows, &im.windows }) {
-            for (const part & rows : *parts) {
-                write_rows(fd, offset, rows, from, to);
-            }
+        for (const part & rows : im.rows) {
+            write_rows(fd, offset, rows, from, to);
         }
-        if (m.recurrent) {
+        if (m.has_state()) {
             write_state(fd, offset, m, im, seq_id, from, to);
         }
         return int64_t(0);
@@ -659,8 +496,8 @@ int64_t llama_sparse_document_write(
 int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, char * err, size_t n_err) {
     return guarded([&] {
         ctx->synchronize();
-        const memory m = memory_of(*ctx);
-        auto & kv = m.kv;
+        const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
+        auto & kv = *m.kv;
         place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
         p.cell = first_cell(kv, seq_id, p.stream, n_pos);
         seal_document(*ctx, kv, p);

@@ -22,6 +22,7 @@ GROUP = 64  # positions sealed together; the sums of V are per group ..
 GROUPS_PER_SUM = 16  # .. and once more per this many groups
 CACHE_LINE = 64  # bytes
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
+N_BATCH = 512  # tokens of a prompt that are evaluated at once, by default
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,8 @@ def cache_bytes(
 ) -> int:
     """The memory of K and V for `n_ctx` positions.
 
-    n_batch: in layers with a window, llama.cpp's own programs keep only the window and one batch of
-    this size. None: all positions, as in our sessions, which can be rewound to any of them.
+    n_batch: layers with a window keep the window and one batch of this size; None: all positions,
+    as with --swa-full.
     """
     total = 0.0
     for il in geo.kv_layers:
@@ -216,6 +217,14 @@ def cache_bytes(
         row = _row_bytes(geo, il, type_k.bytes_per_element, type_v.bytes_per_element)
         total += n * row * geo.n_head_kv[il] * (il < geo.n_own_cache)
     return int(total)
+
+
+def mapped_bytes(geo: Geometry, n: int, type_k: TensorType, type_v: TensorType) -> int:
+    """The part of `cache_bytes` that a document of `n` positions has pages of its file for: K and V
+    of layers without a window."""
+    layers = [il for il in geo.kv_layers if not geo.windows.of(il) and il < geo.n_own_cache]
+    k, v = type_k.bytes_per_element, type_v.bytes_per_element
+    return int(sum(n * _row_bytes(geo, il, k, v) * geo.n_head_kv[il] for il in layers))
 
 
 def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:

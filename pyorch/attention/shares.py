@@ -105,7 +105,7 @@ def shares(
                 layers=part,
                 weights=sum(weights[il] for il in part),
                 weights_read=sum(weights_read[il] for il in part),
-                cache=cost.cache_bytes(own, n_pos, *types),
+                cache=cost.cache_bytes(own, n_pos, *types, cost.N_BATCH),
                 shadow=cost.shadow_bytes(own, n_pos, spec),
                 read=sum(c.bytes_read for c in here),
                 dense=sum(c.bytes_dense for c in here),

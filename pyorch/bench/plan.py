@@ -10,7 +10,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
+from pyorch.attention.bytes import N_BATCH, cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.bench import records
@@ -26,7 +26,6 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import of_nodes
 from pyorch.text import printable
 
-N_BATCH = 512  # the tokens per batch of a prompt
 MAX_POSITIONS = 1 << 20  # the positions that a synthetic model claims to be trained on
 FILL = 0.75  # the share of memory that a model of our choice may take
 PROCESS_BYTES = 300 << 20  # per measured process, besides the model, the cache and FORGET_BYTES
@@ -340,7 +339,8 @@ def needs(
     copy.
     """
     specs = {v.place: v.spec for v in held.variants}.values()
-    cache = cache_bytes(geo, n_positions, cache_type(held.type_k), cache_type(held.type_v))
+    types = cache_type(held.type_k), cache_type(held.type_v)
+    cache = cache_bytes(geo, n_positions, *types, N_BATCH)
     shadows = sum(shadow_bytes(geo, n_positions, spec) for spec in specs)  # stock's `off` has none
     if on_gpu:
         return (weights + cache + PROCESS_BYTES) * len(specs) + shadows

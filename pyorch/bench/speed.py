@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pyorch.attention.bytes import CELLS, GROUP, layer_costs, per_token
+from pyorch.attention.bytes import CELLS, GROUP, N_BATCH, layer_costs, per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader, usual_bytes
 from pyorch.bench.plan import (
-    N_BATCH,
     Cache,
     Case,
     SpeedPlan,

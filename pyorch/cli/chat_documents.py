@@ -155,7 +155,7 @@ def limit() -> int:
 def keep_first(
     chat: Chat, prompt: Sequence[int], progress: Progress, should_stop: Callable[[], bool]
 ) -> None:
-    """Read and keep the text of `/read` before its question, if a model has recurrent layers."""
+    """Read and keep the text of `/read` before its question, if a model has layers that forget."""
     from pyorch import engine
 
     if chat.keep is None or not engine.must_be_kept_first(chat.session):

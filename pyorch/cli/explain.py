@@ -43,8 +43,6 @@ from pyorch.text import human_bytes
 if TYPE_CHECKING:
     from pyorch.ggml import TensorType
 
-N_BATCH = 512  # tokens that llama.cpp reads at once by default
-
 
 @dataclass(frozen=True)
 class WholeContext(opt.ContextOptions):
@@ -193,13 +191,10 @@ class Prediction:
         return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
 
     @property
-    def memory(self) -> tuple[int, int, int]:
-        """The bytes of the cache, of the cache in llama.cpp's own programs, which keep only the
-        windows, and of the transposed K."""
-        geo, n_pos = self.geo, self.n_pos
-        whole = cost.cache_bytes(geo, n_pos, *self.types)
-        cut = cost.cache_bytes(geo, n_pos, *self.types, N_BATCH)
-        return whole, cut, cost.shadow_bytes(geo, n_pos, self.spec)
+    def memory(self) -> tuple[int, int]:
+        """The bytes of the cache and of the transposed K."""
+        cache = cost.cache_bytes(self.geo, self.n_pos, *self.types, cost.N_BATCH)
+        return cache, cost.shadow_bytes(self.geo, self.n_pos, self.spec)
 
     def token_s(self, attention_bytes: int) -> float:
         return (attention_bytes + self.geo.weight_bytes_per_token) / self.bandwidth
@@ -213,7 +208,7 @@ class Prediction:
         return cost.uses_mean_v(self.spec) and not c.split.dense
 
     def json(self) -> dict[str, object]:
-        whole, cut, shadow = self.memory
+        cache, shadow = self.memory
         return {
             "model": self.geo.name,
             "architecture": self.geo.arch,
@@ -230,8 +225,7 @@ class Prediction:
             "weight_bytes_per_token": self.geo.weight_bytes_per_token,
             "attention_share_dense": self.dense / (self.dense + self.geo.weight_bytes_per_token),
             "cache_types": [t.name for t in self.types],
-            "kv_memory": whole,
-            "kv_memory_windows_cut": cut,
+            "kv_memory": cache,
             "shadow_memory": shadow,
             "bandwidth": self.bandwidth,
             "token_s_dense": self.token_s(self.dense),
@@ -302,16 +296,11 @@ def _print_layers(p: Prediction) -> None:
 
 
 def _print_memory(p: Prediction) -> None:
-    whole, cut, shadow = p.memory
+    cache, shadow = p.memory
     print(
-        f"  memory                      cache {human_bytes(whole)}, "
+        f"  memory                      cache {human_bytes(cache)}, "
         f"transposed K {human_bytes(shadow)}"
     )
-    if cut < whole:
-        print(
-            f"    in llama.cpp's programs   cache {human_bytes(cut)}: they keep the windows only, "
-            "and cannot go back"
-        )
 
 
 def _share(part: float, whole: float) -> str:

@@ -102,7 +102,7 @@ def lengths(
         layers = cost.layer_costs(geo, spec, n, *(t.bytes_per_element for t in types))
         dense, read = sum(c.bytes_dense for c in layers), sum(c.bytes_read for c in layers)
         why = (c.split.reason for c in layers if c.split.dense and not geo.windows.of(c.il))
-        memory = geo.weight_bytes + cost.cache_bytes(geo, n, *types)
+        memory = geo.weight_bytes + cost.cache_bytes(geo, n, *types, cost.N_BATCH)
         memory += cost.shadow_bytes(geo, n, spec)
         yield Length(
             n,

@@ -256,7 +256,7 @@ def open_document(
         return True
     template.now = clock()
     if document.needs_whole:
-        why = f"{why}, and recurrent layers know a text to its end alone; all is read now"
+        why = f"{why}, and windows and recurrent layers know its end alone; all is read now"
         note(f"note: {document.name} is not used: {why}", "yellow")
     else:
         note(f"note: {document.name}: only {why}; the rest is read now", "yellow")

@@ -162,7 +162,7 @@ def command(
             )
         note("note: whoever reaches this address can use it", "yellow")
     options = session_options(attention.spec(), context, load, server.parallel)
-    options["windows_cut"] = not any(word.replace("_", "-") == "--swa-full" for word in more)
+    options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
     found = [document_file.load(document_file.find(name)) for name in documents]
     with listen.reserved(family, address, server.port) as port:
         file, settings = _prepare(model, options, found)

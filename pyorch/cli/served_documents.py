@@ -62,7 +62,8 @@ def n_usable(documents: Sequence[Document], host: str, port: int, keys: Path | N
             note(f"note: {document.name}: not compared with what is rendered: {error}", "yellow")
             why = ""
         if why:
-            rest = "all of it, for its recurrent layers" if document.needs_whole else "the rest"
+            why = "all of it, for its windows or recurrent layers"
+            rest = why if document.needs_whole else "the rest"
             note(f"note: {document.name}: only {why}; each prompt reads {rest}", "yellow")
             again = "use the chat template that it was read with, or read it again"
             note(f"hint: {again}; docs/serving.md has the reasons", "yellow")

@@ -1,4 +1,10 @@
-"""Puts tokens into the cache, a prompt in batches and then one by one, and takes them out again."""
+"""Puts tokens into the cache, a prompt in batches and then one by one, and takes them out again.
+
+Not every memory can be cut: recurrent layers know a text to its end alone, and layers with a window
+keep the newest positions. Before the end of each prompt such a session keeps the state of these
+layers, its `checkpoint`, so that a reply can be taken back: chat templates leave out what a model
+thought. Anything before that is read anew.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +24,10 @@ if TYPE_CHECKING:
 
 LONGER = "raise --ctx (beyond the model's training: with --rope-scale), or shorten the text"
 _ABORTED = 2  # what llama_decode returns when its callback ends it
+_BEFORE_END = (
+    32  # tokens: the next prompt may end otherwise than with the words that ask for a reply
+)
+_FORGETFUL = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: windows and recurrent layers
 
 
 def _decode_tokens(
@@ -117,15 +127,23 @@ def prefill(
     """
     check_length(session, len(session.tokens) + len(tokens))
     started = time.perf_counter()
-    for i in range(0, len(tokens), session.n_batch):
+    i, keeps = 0, ends and _forgets(session)
+    while i < len(tokens):
         if should_stop is not None and should_stop():
             break
-        batch = tokens[i : i + session.n_batch]
-        if not _decode_tokens(session, batch, should_stop, ends and i + len(batch) == len(tokens)):
+        size = session.n_batch
+        if keeps and (left := len(tokens) - _BEFORE_END - i) > 0:
+            size = min(size, left)
+        elif keeps:
+            keeps = False
+            _keep(session)
+        batch = tokens[i : i + size]
+        i += len(batch)
+        if not _decode_tokens(session, batch, should_stop, ends and i == len(tokens)):
             break
         session.timings.prefill_tokens += len(batch)
         if progress is not None:
-            progress(i + len(batch), len(tokens))
+            progress(i, len(tokens))
     session.lib.llama_synchronize(session.ctx)
     session.timings.prefill_s += time.perf_counter() - started
 
@@ -157,32 +175,83 @@ def logits(session: Session) -> np.ndarray:
 
 
 def rewind(session: Session, n: int) -> None:
-    """Keep the first `n` tokens of the cache and forget the rest.
+    """Keep the first `n` tokens of the cache and forget the rest. What is forgotten of the first
+    ones, because the memory cannot be cut, is read again.
 
-    A model whose memory cannot be cut, such as a recurrent one, forgets everything.
+    Raises:
+        SparqError: as `prefill`.
     """
+    lost = session.tokens[_cut(session, n) : n]
+    prefill(session, lost, ends=False)
+
+
+def _cut(session: Session, n: int) -> int:
+    """Keep the first `n` tokens, or as many of them as can be. Returns their number."""
     if n >= len(session.tokens):
+        return n
+    tokens, kept = session.tokens[:n], session.checkpoint
+    if n > 0 and cut_sequence(session, 0, n):
+        session.tokens = tokens
+    elif kept and kept[0] <= n and _restored(session, *kept):
+        session.tokens = tokens[: kept[0]]
+    else:
+        forget(session)
+    if kept and kept[0] > len(session.tokens):
+        session.checkpoint = None
+    return len(session.tokens)
+
+
+def cut_sequence(session: Session, sequence: int, n: int) -> bool:
+    """Keep the first `n` positions of a sequence. False: it cannot be cut there, and stays."""
+    lib, window = session.lib, _window(session)
+    first = lib.llama_memory_seq_pos_min(session.memory, sequence) if window else 0
+    return first <= max(n - window, 0) and lib.llama_memory_seq_rm(session.memory, sequence, n, -1)
+
+
+def _window(session: Session) -> int:
+    """The positions that are kept in layers with a window; 0: all, or there is no such layer."""
+    return 0 if session.swa_full else int(session.lib.llama_model_n_swa(session.model.handle))
+
+
+def _forgets(session: Session) -> bool:
+    """Whether the memory cannot be cut anywhere."""
+    lib, model = session.lib, session.model.handle
+    if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
+        return True
+    return _window(session) > 0
+
+
+def _keep(session: Session) -> None:
+    """Make a checkpoint of what is read."""
+    if not session.tokens:
         return
-    if n > 0 and session.lib.llama_memory_seq_rm(session.memory, 0, n, -1):
-        del session.tokens[n:]
-        return
-    forget(session)
+    size = session.lib.llama_state_seq_get_size_ext(session.ctx, 0, _FORGETFUL)
+    state = (ctypes.c_uint8 * size)()
+    size = session.lib.llama_state_seq_get_data_ext(session.ctx, state, size, 0, _FORGETFUL)
+    session.checkpoint = len(session.tokens), bytes(state)[:size]
+
+
+def _restored(session: Session, n: int, state: bytes) -> bool:
+    """Go back to a checkpoint after `n` tokens; False if llama.cpp cannot."""
+    data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+    size = session.lib.llama_state_seq_set_data_ext(session.ctx, data, len(data), 0, _FORGETFUL)
+    rm = session.lib.llama_memory_seq_rm
+    return bool(size == len(state) and rm(session.memory, 0, n, -1))
 
 
 def forget(session: Session) -> None:
     """Empty the cache."""
     session.lib.llama_memory_clear(session.memory, True)
-    session.tokens.clear()
+    session.tokens, session.checkpoint = [], None
 
 
 def align(session: Session, tokens: Sequence[int]) -> list[int]:
-    """Rewind to the common prefix of the cache and `tokens`, and return the tokens to prefill: at
-    least the last one, whose logits are needed.
+    """Rewind to the common prefix of the cache and `tokens`, or before it where the memory cannot
+    be cut there, and return the tokens to prefill: at least the last one, whose logits are needed.
     """
     n = 0
     for a, b in zip(session.tokens, tokens[:-1], strict=False):
         if a != b:
             break
         n += 1
-    rewind(session, n)
-    return list(tokens[len(session.tokens) :])
+    return list(tokens[_cut(session, n) :])

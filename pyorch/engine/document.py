@@ -159,8 +159,8 @@ def keep_document(
 
 
 def must_be_kept_first(session: Session) -> bool:
-    """Whether a text can be kept only while nothing else was read after it: recurrent layers know
-    its end no more then.
+    """Whether a text can be kept only while nothing else was read after it: layers that are
+    recurrent or have a window have forgotten its end then.
 
     Raises:
         SparqError: the model's cache cannot be kept.

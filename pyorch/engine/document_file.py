@@ -87,7 +87,7 @@ class Document(Header):
 
     @property
     def needs_whole(self) -> bool:
-        """Whether a prompt has to begin with all of it, because layers are recurrent."""
+        """Whether a prompt has to begin with all of it: layers are recurrent, or have a window."""
         return has_state(self.kind)
 
     @property
@@ -102,7 +102,8 @@ class Document(Header):
 
 
 def has_state(kind: str) -> bool:
-    """Whether K and V of this kind go with a state of recurrent layers, which cannot be cut."""
+    """Whether K and V of this kind go with a state of windows or recurrent layers, which cannot be
+    cut."""
     return ",state=" in kind.partition("\n")[0]
 
 

@@ -119,13 +119,14 @@ class Session:
         self.vocab, self.n_vocab = model.vocab, model.n_vocab
         self.types, self.rope, self.watch = settings.types, settings.rope, watch
         self.tokens: list[int] = []
+        self.checkpoint: tuple[int, bytes] | None = None  # see decoding.py
         self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()
         self.owns_model = False  # whether the model is closed with the session
         self.ctx: int | None = self._context(settings)  # None once it is closed
         model._sessions.add(self)
         self.memory = self.lib.llama_get_memory(self.ctx)
-        self.n_sequences = settings.n_sequences
+        self.n_sequences, self.swa_full = settings.n_sequences, settings.swa_full
         self.n_ctx: int = self.lib.llama_n_ctx_seq(self.ctx)  # of each sequence
         self.n_batch: int = self.lib.llama_n_batch(self.ctx)
         try:

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pyorch.engine.decoding import abortable
+from pyorch.engine.decoding import abortable, cut_sequence
 from pyorch.engine.model import Session
 from pyorch.errors import SparqError
 from pyorch.progress import Progress, silent
@@ -67,10 +67,10 @@ def rewind_each(session: Session, n: int, sequences: Sequence[int]) -> None:
     """Keep the first `n` tokens of each of these sequences.
 
     Raises:
-        SparqError: the model's memory cannot be cut, as that of a recurrent one.
+        SparqError: the memory cannot be cut there, as that of a recurrent model.
     """
     for i in sequences:
-        if not session.lib.llama_memory_seq_rm(session.memory, i, n, -1):
+        if not cut_sequence(session, i, n):
             raise SparqError(f"{session.path}: the cache of this model cannot be rewound")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
 
-from pyorch.attention.bytes import cache_bytes, shadow_bytes
+from pyorch.attention.bytes import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
 from pyorch.errors import SparqError
@@ -108,8 +108,9 @@ class SessionOptions(TypedDict, total=False):
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
     n_away          layers whose weights, K and V are on other machines; None is all of them
-    windows_cut     layers with a window count as in llama.cpp's own programs, which keep only that
-                    and a batch; a session keeps all positions, so that it can go back to any
+    swa_full        layers with a sliding window keep all positions, so that a session can go back
+                    to any of them at once; otherwise the window and a batch, as llama.cpp's own
+                    programs do
     """
 
     n_ctx: int | None
@@ -123,7 +124,7 @@ class SessionOptions(TypedDict, total=False):
     n_sequences: int
     n_mapped: int
     n_away: int | None
-    windows_cut: bool
+    swa_full: bool
 
 
 class Placement(TypedDict, total=False):
@@ -151,6 +152,7 @@ class Settings:
     attention: AttentionSpec | None
     rope: Rope
     n_sequences: int
+    swa_full: bool
     left: int
 
     @property
@@ -167,7 +169,7 @@ class Settings:
         params.n_threads = params.n_threads_batch = self.n_threads
         params.flash_attn_type = int(self.flash_attn)
         params.type_k, params.type_v = (t.number for t in self.types)
-        params.no_perf = True
+        params.swa_full, params.no_perf = self.swa_full, True
         for name, value in self.rope.params.items():
             setattr(params, name, value)
         return params
@@ -187,7 +189,7 @@ def settings_for(
     n_sequences: int = 1,
     n_mapped: int = 0,
     n_away: int | None = 0,
-    windows_cut: bool = False,
+    swa_full: bool = False,
 ) -> Settings:
     """The settings of a context for this model, from those that `SessionOptions` explains.
 
@@ -202,15 +204,17 @@ def settings_for(
     types = cache_type(type_k), cache_type(type_v)
     spec = attention_for(attention, file.path, geo) if attention is not None else None
     if n_batch is None:
-        n_batch = min(512, max(MASK_BYTES // (2 * n_ctx), 32))
+        n_batch = min(N_BATCH, max(MASK_BYTES // (2 * n_ctx), 32))
     n_batch = min(n_batch, n_ctx)
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    mapped = cache_bytes(geo, min(n_mapped, n_ctx), *types)
     here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
-    kv = n_sequences * cache_bytes(geo, n_ctx, *types, n_batch if windows_cut else None) - mapped
+    kv = n_sequences * cache_bytes(geo, n_ctx, *types, None if swa_full else n_batch)
+    kv -= mapped_bytes(geo, min(n_mapped, n_ctx), *types)
     left = check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
-    return Settings(n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, left)
+    return Settings(
+        n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, swa_full, left
+    )
 
 
 def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:

@@ -55,4 +55,4 @@ def load_state(session: Session, path: str | os.PathLike[str]) -> None:
             f"{path}: not a saved session of this model: {call.reason}",
             "a session needs the same model, cache types and at least the same --ctx",
         )
-    session.tokens = list(buf[: n.value])
+    session.tokens, session.checkpoint = list(buf[: n.value]), None

@@ -9,8 +9,10 @@ graphs that a step took over from the one before, and `info`, what our library s
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from llama import Context, Model, SpecError, bindings, log_text
 
 N_CTX, N_BATCH, N_STEP = 2048, 512, 6
 N_PROMPT, N_SHORT = 1536, 1088  # of one sequence, and of each of two: all of it can be sealed
+N_QUESTION = 8  # the last ones of a prompt: a document has the others
 N_SOURCE = 16  # tokens that an encoder reads
 
 # the cases, and the same ones by llama.cpp's other setting, which takes no V of 8 bits
@@ -41,6 +44,7 @@ OURS = {
     "sparse_pair": ("pair", SPARSE),
     "sparse_q8_0": ("q8_0", SPARSE),
     "sparse_restored": ("restored", SPARSE),
+    "all_document": ("one", ALL),
 }
 
 
@@ -49,11 +53,11 @@ def tokens(model: Model, seq: int) -> list[int]:
     return np.random.default_rng(seq).integers(0, model.n_vocab, N_CTX).tolist()
 
 
-def read(ctx: Context, n: int) -> None:
-    """The first `n` tokens of each sequence as a prompt."""
+def read(ctx: Context, n: int, start: int = 0) -> None:
+    """Tokens [start, n) of each sequence as a prompt."""
     for seq in range(ctx.n_seq):
         text = tokens(ctx.model, seq)
-        for at in range(0, n, N_BATCH):
+        for at in range(start, n, N_BATCH):
             part = range(at, min(at + N_BATCH, n))
             batch = [(text[i], i, seq) for i in part]
             assert ctx.decode(batch, [i == n - 1 for i in part]) == 0, log_text()
@@ -66,16 +70,50 @@ def step(ctx: Context, at: int) -> np.ndarray:
     return np.concatenate([ctx.logits(i) for i in range(ctx.n_seq)])
 
 
+def document(ctx: Context, name: str, *args: object) -> None:
+    """Call `llama_sparse_document_NAME`.
+
+    Raises:
+        SpecError: the library refuses it.
+    """
+    function = getattr(bindings()._lib, f"llama_sparse_document_{name}")
+    function.restype = ctypes.c_int64
+    error = ctypes.create_string_buffer(1024)
+    if function(ctypes.c_void_p(ctx.handle), *args, error, ctypes.c_size_t(1024)) < 0:
+        raise SpecError(error.value.decode())
+
+
+def keep_and_open(ctx: Context, n: int) -> None:
+    """Keep the first `n` tokens of sequence 0 in a file, empty the cache, and open the file."""
+    kind = ctypes.create_string_buffer(1024)
+    n_kind = bindings()._lib.llama_sparse_document_kind
+    n_kind.restype = ctypes.c_int64
+    if n_kind(ctypes.c_void_p(ctx.handle), kind, ctypes.c_size_t(1024)) < 0:
+        raise SpecError(kind.value.decode())
+    with tempfile.TemporaryFile() as file:
+        where, size = (0, file.fileno(), ctypes.c_uint64(0)), ctypes.c_uint32(n)
+        document(ctx, "write", *where, size, ctypes.c_uint32(0), size)
+        document(ctx, "write_shadow", *where, size)
+        ctx.clear(True)
+        document(ctx, "open", *where, size, size, kind)
+
+
 def run(
-    model: Model, spec: str = "", n_seq: int = 1, restore: bool = False, **options: Any
+    model: Model,
+    spec: str = "",
+    n_seq: int = 1,
+    restore: bool = False,
+    keep: bool = False,
+    **options: Any,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """The logits of the steps, and the facts.
 
     Args:
         restore: save the state halfway, empty the cache, and take it back.
+        keep: make a document of all of the prompt but the question, and open it.
 
     Raises:
-        RuntimeError, SpecError: the library refuses the context, or the settings.
+        RuntimeError, SpecError: the library refuses the context, the settings, or the document.
     """
     m, n = bindings(), N_PROMPT if n_seq == 1 else N_SHORT
     has_encoder = m.llama_model_has_encoder(model.handle)  # llama.cpp's bias of positions
@@ -86,7 +124,10 @@ def run(
         if has_encoder:
             source = [(i, i, seq) for seq in range(n_seq) for i in range(N_SOURCE)]
             assert ctx.encode(source) == 0, log_text()
-        read(ctx, n)
+        read(ctx, n - N_QUESTION)
+        if keep:
+            keep_and_open(ctx, n - N_QUESTION)
+        read(ctx, n, n - N_QUESTION)
         if spec:
             ctx.reset_counters()
         m.llama_perf_context_reset(ctx.handle)
@@ -113,8 +154,9 @@ def main() -> None:
             cases |= {name: (spec, PLAIN[plain]) for name, (plain, spec) in OURS.items()}
         for name in sys.argv[3:] or cases:
             spec, options = cases[name]
+            keep = name.endswith("_document")
             try:
-                logits[name], facts[name] = run(model, spec, **options)
+                logits[name], facts[name] = run(model, spec, keep=keep, **options)
             except SpecError as error:
                 facts[name] = {"refused": str(error).partition("\n")[0]}
             except RuntimeError:

@@ -246,6 +246,7 @@ def test_ctrl_c_in_a_terminal_is_for_us_alone(standin: Any) -> None:
 def test_a_signal_while_it_loads(standin: Any) -> None:
     with standin("loading", "-v") as running:
         while not Path(running.process.args[3]).joinpath("started").is_file():
+            assert running.process.poll() is None
             time.sleep(0.02)
         time.sleep(0.5)
         assert running.end(signal.SIGTERM) == 0

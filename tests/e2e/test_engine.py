@@ -226,6 +226,50 @@ def test_stopping_where_a_batch_cannot_be_taken_back(tmp_path: Path, arch: str) 
         assert greedy(s, prompt) == expected
 
 
+@pytest.mark.parametrize("n_reply", [20, 700])
+@pytest.mark.parametrize("arch", ["mamba", "lfm2", "gemma3", "gpt-oss"])
+def test_a_reply_is_taken_back(tmp_path: Path, arch: str, n_reply: int) -> None:
+    """Of the prompt only its end is read again, which may differ, and what follows is as if the
+    reply had never been. Windows reach back over a short reply by themselves."""
+    model = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=6)
+    with engine.load(model, n_threads=1, n_ctx=2048) as s:
+        prompt = [3 + i * 7 % 250 for i in range(900)]
+        changed = [*prompt[:-5], *range(60, 90)]
+        engine.prefill(s, prompt[:868], ends=False)  # in the same batches
+        engine.prefill(s, changed[868:])
+        wanted = engine.logits(s)
+        engine.rewind(s, 0)
+
+        engine.prefill(s, prompt)
+        for i in range(n_reply):
+            engine.decode(s, 5 + i % 200)
+        rest = engine.align(s, changed)
+        has_windows = arch in ("gemma3", "gpt-oss")
+        assert len(rest) == (30 if has_windows and n_reply == 20 else 57)
+        engine.prefill(s, rest)
+        assert s.tokens == changed
+        if has_windows:  # other batches, or in other cells: sums in another order
+            np.testing.assert_allclose(engine.logits(s), wanted, atol=0.02)
+        else:
+            assert np.array_equal(engine.logits(s), wanted)
+
+
+def test_rewind_reads_again_what_is_gone(tmp_path: Path) -> None:
+    """Before the checkpoint of a recurrent model, and a second time from a checkpoint."""
+    model = tiny_models.write(tmp_path / "m.gguf", "lfm2", n_layer=4)
+    with engine.load(model, n_threads=1, n_ctx=1024) as s:
+        prompt = [3 + i * 7 % 250 for i in range(600)]
+        engine.prefill(s, prompt)
+        wanted = {n: greedy(s, prompt[:n]) for n in (590, 100)}
+        for n in (590, 590, 100):
+            engine.prefill(s, engine.align(s, prompt))
+            read = s.timings.prefill_tokens
+            engine.rewind(s, n)
+            assert s.tokens == prompt[:n]
+            assert s.timings.prefill_tokens - read == (n if n == 100 else 590 - 568)
+            assert greedy(s, prompt[:n]) == wanted[n]
+
+
 @pytest.mark.parametrize("attention", ["off", SPARSE])
 def test_saved_state_goes_on_the_same(tiny: Path, tmp_path: Path, attention: str) -> None:
     file = tmp_path / "state.bin"

@@ -124,16 +124,19 @@ def test_prediction_is_what_the_library_counts(
     assert all(c.bytes_read == 64 * row for c in costs if not c.ours)
 
 
-def test_memory_is_what_the_library_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_memory_is_what_the_library_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, full: bool
+) -> None:
     file = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=7, head_dim=64)
     caplog.set_level(logging.INFO, "pyorch.llama")
-    with engine.load(file, n_ctx=4096, n_threads=1) as s:
+    with engine.load(file, n_ctx=4096, n_threads=1, swa_full=full) as s:
         f16 = engine.cache_type("f16")
-        predicted = cache_bytes(s.geometry, 4096, f16, f16)
-        cut = cache_bytes(s.geometry, 4096, f16, f16, n_batch=512)
+        predicted = cache_bytes(s.geometry, 4096, f16, f16, None if full else 512)
     sizes = re.findall(r"llama_kv_cache: size = +([\d.]+) MiB", caplog.text)
-    assert len(sizes) == 2 and sum(map(float, sizes)) == predicted / 2**20 == 14
-    assert cut == (4096 + 6 * 768) * 2 * 2 * 64 * 2  # 64 + 512, in blocks of 256
+    assert len(sizes) == 2 and sum(map(float, sizes)) == predicted / 2**20
+    n_window = 4096 if full else 768  # 64 + 512, in blocks of 256
+    assert predicted == (4096 + 6 * n_window) * 2 * 2 * 64 * 2
 
 
 def test_latent_attention_keeps_k_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
