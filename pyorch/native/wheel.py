@@ -34,7 +34,6 @@ from pyorch.native import build, cmake, probe, source
 from pyorch.progress import progress_bar, say
 
 CXX_LIBRARY = "libc++.so"
-BUILT = ("lib", "python")  # the folders of a wheel's `_built`, beside stamp.json
 
 
 @dataclass(frozen=True)
@@ -231,6 +230,11 @@ class Zig:
         return [f"-ffile-prefix-map={tree}=.", f"-ffile-prefix-map={self.folder}=zig"]
 
     def run(self, argv: list[str]) -> None:
+        """Compile or link: `cc` or `c++`, and its arguments.
+
+        Raises:
+            SparqError: it failed.
+        """
         driver, *rest = argv
         full = [str(self.folder / "zig"), driver, "-target", self.target.zig, *rest]
         done = children.run(full)
