@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from pyorch import children, paths
+from pyorch import __version__, children, paths
 from pyorch.errors import SparqError
 from pyorch.native import build, cmake, probe, source
 from pyorch.progress import progress_bar, say
@@ -145,7 +145,7 @@ def _pack(built: Path, target: Target, into: Path) -> Path:
     done = children.run(argv, env=env, cwd=paths.REPOSITORY)
     if done.returncode:
         raise SparqError(f"hatchling failed: {children.reason(done)}", "look at hatch_build.py")
-    return into / done.stdout.split()[-1].rpartition("/")[2]
+    return into / f"sparq_cpp-{__version__}-{target.tag}.whl"
 
 
 class Zig:
