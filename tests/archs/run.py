@@ -118,6 +118,7 @@ def run(
     m, n = bindings(), N_PROMPT if n_seq == 1 else N_SHORT
     has_encoder = m.llama_model_has_encoder(model.handle)  # llama.cpp's bias of positions
     options |= {"n_ctx": N_CTX * n_seq, "n_seq": n_seq, "unified": has_encoder, "n_batch": N_BATCH}
+    options["swa_full"] = False  # as in llama.cpp's programs
     with Context(model, **options) as ctx:
         if spec:
             ctx.set_sparse(spec)

@@ -177,6 +177,7 @@ class Context:
         type_k: str = "f16",
         type_v: str = "f16",
         offload_kqv: bool = True,
+        swa_full: bool = True,
         watch: Any = None,
     ) -> None:
         m = bindings()
@@ -187,7 +188,7 @@ class Context:
         p.n_threads = p.n_threads_batch = n_threads
         p.kv_unified, p.flash_attn_type, p.no_perf = unified, int(flash), True
         p.type_k, p.type_v = BY_NAME[type_k].number, BY_NAME[type_v].number
-        p.offload_kqv = offload_kqv
+        p.offload_kqv, p.swa_full = offload_kqv, swa_full
         if watch is not None:
             self._callback = m.ggml_backend_sched_eval_callback(self._eval)  # kept alive with us
             p.cb_eval = self._callback
