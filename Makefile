@@ -9,6 +9,7 @@ PYTEST  = $(RUN)/python -m pytest -q
 # a worker for each core, but each holds models of its own. In their order, since the last files are
 # small ones: the workers end together. ARGS='-n 0' runs all in one process
 WORKERS = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PY      = pyorch tests bench hatch_build.py
 CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/compilers/*.h ggml_ops/ref/*.[ch] ggml_ops/cpu/*.h ggml_ops/cpu/*.cpp ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp ggml_ops/rpc/*.h ggml_ops/rpc/*.cpp)
 LOWEST  = .venv-lowest
 PINS    = $(shell sed -n 's/^version *//p' patches/UPSTREAM)
@@ -94,12 +95,12 @@ sanitize: build $(DEV)  ## the op tests on sanitized builds of our sources: addr
 	$(PYTEST) tests/ops/test_sanitize.py
 
 lint: $(DEV)            ## what the style asks, without changing anything
-	$(RUN)/ruff check pyorch tests bench && $(RUN)/ruff format --check pyorch tests bench
+	$(RUN)/ruff check $(PY) && $(RUN)/ruff format --check $(PY)
 	$(RUN)/mypy
 	$(RUN)/python -m pyorch.native.cpp_style --check $(CPP)
 
 fmt: $(DEV)             ## bring Python and C++ to that style
-	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench
+	$(RUN)/ruff check --fix $(PY) && $(RUN)/ruff format $(PY)
 	$(RUN)/python -m pyorch.native.cpp_style $(CPP)
 
 upstream: $(STAMP)      ## .upstream/llama.cpp: the pinned source and the series as commits

@@ -1,4 +1,4 @@
-"""Lets `make wheels` put a built library into the wheel; without it the wheel is one of Python alone.
+"""Lets `make wheels` put a built library into the wheel, which is of Python alone otherwise.
 
 SPARQ_WHEEL_LIBRARY is the folder that `pyorch/native/wheel.py` has filled, SPARQ_WHEEL_TAG says for
 which systems it is.
