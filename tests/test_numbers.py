@@ -14,7 +14,6 @@ import pytest
 from bench import draw, runner
 from bench.gpu import attention as gpu_attention
 from bench.gpu import tokens as gpu_tokens
-from bench.kernels import step_times
 from bench.papers import end_to_end
 from bench.users import prompt_time, serving
 from pyorch import table as tables
@@ -220,7 +219,7 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     **{
         of.name: lambda of=of: runner.whole_table(of, EPYC)
-        for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT, step_times.MEASUREMENT)
+        for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT)
     },
 }
 

@@ -30,13 +30,14 @@ class Model:
     head_dim: int = 32
     n_ff: int = 96
     n_ctx: int = 4096
+    n_embd: int = 0  # 0: as long as the heads together
     seed: int = 0
     keys: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self.n_embd = self.n_head * self.head_dim
+        self.n_embd = self.n_embd or self.n_head * self.head_dim
 
     def matrix(self, name: str, n_in: int, n_out: int, *stack: int, gain: float = 1.0) -> None:
         """(*stack, n_out, n_in) normal; `gain` is what it does to the size of a vector."""
@@ -61,11 +62,12 @@ class Model:
 
     def qkv(self, i: int, bias: bool = False, n_head_kv: int | None = None) -> None:
         n_kv = (self.n_head_kv if n_head_kv is None else n_head_kv) * self.head_dim
-        for name, n_out, gain in (("q", self.n_embd, 1.6), ("k", n_kv, 1.6), ("v", n_kv, 1.0)):
+        n_q = self.n_head * self.head_dim
+        for name, n_out, gain in (("q", n_q, 1.6), ("k", n_kv, 1.6), ("v", n_kv, 1.0)):
             self.matrix(f"blk.{i}.attn_{name}.weight", self.n_embd, n_out, gain=gain)
             if bias:
                 self.vector(f"blk.{i}.attn_{name}.bias", n_out, mean=0.0, spread=0.5)
-        self.matrix(f"blk.{i}.attn_output.weight", self.n_embd, self.n_embd, gain=2.0)
+        self.matrix(f"blk.{i}.attn_output.weight", n_q, self.n_embd, gain=2.0)
 
     def fused_qkv(self, i: int, bias: bool = False) -> None:
         n_out = self.n_embd + 2 * self.n_head_kv * self.head_dim

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from bench.kernels import node_times
+from bench.papers import node_times
 from bench.users import token_rate
 from pyorch.bench import paper
 from pyorch.bench.plan import Case

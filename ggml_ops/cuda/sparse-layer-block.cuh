@@ -95,8 +95,8 @@ static __device__ __forceinline__ int list_groups(int * list, int * n_list, cons
     return *n_list;
 }
 
-// Bins of what is ranked: of logits by their value, from lo on; of sums of softmaxes, which are >= 0, by their bits, from base on. The higher the
-// key, the higher the bin. What is hidden, or below all bins, has none
+// Bins of what is ranked: with one query head, of logits by their value, from lo on; else of sums of softmaxes, which are >= 0, by their bits, from
+// base on. The other two numbers are not set. The higher the key, the higher the bin. What is hidden, or below all bins, has none
 template <int GB>
 struct layer_bins {
     float lo, inv;
@@ -108,17 +108,23 @@ struct layer_bins {
     }
     // all that is seen: logits from `least` to `top`
     __device__ __forceinline__ void complete(float least, float top) {
-        lo    = least;
-        inv   = top > least ? __fdiv_rn(LAYER_BINS - 2, fminf(top - least, FLT_MAX)) : 0.0f;
-        base  = 0;
-        shift = 20;
+        if (GB == 1) {
+            lo  = least;
+            inv = top > least ? __fdiv_rn(LAYER_BINS - 2, fminf(top - least, FLT_MAX)) : 0.0f;
+        } else {
+            base  = 0;
+            shift = 20;
+        }
     }
     // the bin of the cut, and half a bin on either side
     __device__ __forceinline__ void narrow(int cut) {
-        lo   += __fdiv_rn(cut - 0.5f, inv);
-        inv  *= LAYER_BINS/2 - 2;
-        base += cut << shift;
-        shift = max(shift - 10, 0);
+        if (GB == 1) {
+            lo  += __fdiv_rn(cut - 0.5f, inv);
+            inv *= LAYER_BINS/2 - 2;
+        } else {
+            base += cut << shift;
+            shift = max(shift - 10, 0);
+        }
     }
 };
 

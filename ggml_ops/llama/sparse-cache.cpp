@@ -6,8 +6,8 @@
 #include "llama-memory-hybrid.h"
 
 #include "ggml-sparse.h"
+#include "ggml-sparse-nodes.h"
 #include "sparse-codes.h"
-#include "sparse-reasons.h"
 
 #include <cstring>
 #include <typeinfo>
@@ -69,6 +69,32 @@ bool llama_sparse_is_supported_type(ggml_type type) {
     return ggml_sparse_kv_block(type) > 0;
 }
 
+const char * llama_sparse_why_not(const llama_kv_cache & kv) {
+    return access::has_other(kv)                   ? "the cells are shared with another cache" :
+            access::v_trans(kv)                     ? "flash attention is off" :
+            access::layers(kv).empty()              ? "the cache has no layers" :
+            access::hparams(kv).n_rel_attn_bkts > 0 ? "attention with a learned bias" :
+           access::hparams(kv).is_mla()            ? "multi-head latent attention" : "";
+}
+
+const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) {
+    const auto & layer = access::layers(kv)[ikv];
+    if (!layer.k || !layer.v) {
+        return "no separate K and V";
+    }
+    if (!llama_sparse_is_supported_type(layer.k->type) || !llama_sparse_is_supported_type(layer.v->type)) {
+        return "K or V of a type without a kernel";
+    }
+    const ggml_backend_dev_t dev = llama_sparse_device_of(layer.k);
+    if (dev != llama_sparse_device_of(layer.v)) {
+        return "K and V are on different devices";
+    }
+    if (dev && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_META) {
+        return "K and V are split among devices (tensor split)";
+    }
+    return llama_sparse_is_worker(dev) && !llama_sparse_is_cpu(dev) ? "on a worker without our sparse attention" : "";
+}
+
 int32_t llama_sparse_n_rot(const llama_kv_cache & kv) {
     const int32_t n = access::n_embd_head_k(kv);
     return access::attn_rot_k(kv) ? n & -n : 0;
@@ -102,4 +128,17 @@ ggml_backend_dev_t llama_sparse_device_of(ggml_backend_buffer_t buf) {
 
 ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {
     return llama_sparse_device_of(t->buffer);
+}
+
+std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
+#define X(step) #step,
+    static const char * names[GGML_SPARSE_ATTN_COUNT] = { GGML_SPARSE_STEPS(X) };
+#undef X
+    std::string res;
+    llama_sparse_for_each_node(t, [&](ggml_tensor * node) {
+        if (dev && res.empty() && !ggml_backend_dev_supports_op(dev, node)) {
+            res = std::string(ggml_backend_dev_name(dev)) + " has no kernel for " + names[node->op_params[0]];
+        }
+    });
+    return res;
 }

@@ -14,6 +14,11 @@ const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_contex
 
 bool llama_sparse_is_supported_type(ggml_type type); // of K or V
 
+// Why no layer of this cache is sparse, or not this one, whatever the settings: "" if they are, else what info() and the log say. ikv: the layer's
+// number in the cache
+const char * llama_sparse_why_not      (const llama_kv_cache & kv);
+const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv);
+
 // components of K (and q) that llama.cpp rotates together by a Hadamard matrix, 0: none; as in build_input_k_rot()
 int32_t llama_sparse_n_rot(const llama_kv_cache & kv);
 
@@ -45,3 +50,6 @@ void llama_sparse_for_each_node(ggml_tensor * t, F f) {
         f(t);
     }
 }
+
+// "" or why not on this device: it can not run all nodes of ours that t is made of
+std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t);

@@ -8,7 +8,6 @@
 #include "llama-model.h"
 
 #include "sparse-codes.h"
-#include "sparse-reasons.h"
 
 #include <cstdlib>
 #include <optional>

@@ -8,7 +8,6 @@
 
 #include "sparse-access.h"
 #include "sparse-cache.h"
-#include "sparse-reasons.h"
 
 #include <algorithm>
 #include <cstring>

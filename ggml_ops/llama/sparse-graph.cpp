@@ -2,7 +2,6 @@
 
 #include "sparse-compat.h"
 #include "sparse-input.h"
-#include "sparse-reasons.h"
 
 #include "llama-hparams.h"
 #include "llama-kv-cache-iswa.h"
@@ -64,10 +63,43 @@ struct attention {
     }
 };
 
+// "" or why our ops can not read the tensors of a layer, whatever its cache
+const char * why_not_ordinary(const attention & a) {
+    const auto & c = a.g.cparams;
+    return !c.flash_attn || !a.mask || a.mask->type != GGML_TYPE_F16 ? "flash attention is off" :
+            a.kq_b                                                   ? "attention with a learned bias" :
+            !c.causal_attn || sparse_is_training(c, 0)               ? "not causal decoding" : "";
+}
+
+bool is_ordinary(const attention & a) { return !*why_not_ordinary(a); }
+
+// "" or why the decoded tokens of a layer are not ours in this graph, as info() and the log say; mctx: of its cache, nullptr: it has a sliding window.
+// What a cache rules out no graph asks again; of the rest build_replies() decides for each batch
+std::string why_not_ours(const attention & a, const llama_kv_cache_context * mctx) {
+    if (!mctx) {
+        return "sliding-window layer";
+    }
+    if (a.il >= a.inp.state->n_layer) {
+        return "not a layer of the trunk"; // of a draft head, or one that routes
+    }
+    auto & kv = access::kv(*mctx);
+    const int32_t ikv = access::layer_ids(kv).at(a.il);
+    for (const char * reason : { why_not_ordinary(a), llama_sparse_why_not(kv), llama_sparse_why_not_layer(kv, ikv) }) {
+        if (*reason) {
+            return reason;
+        }
+    }
+    const auto & shadow = access::shadow(kv);
+    if (!shadow) {
+        return "not a plain KV cache";
+    }
+    return a.spec().has_shadow() ? shadow->at(ikv).reason : "";
+}
+
 // Multi-head latent attention, of which a row of K serves all heads and V is the front of it? On a CPU its decoded tokens are read exactly by ATTEND,
 // which reads a row once for all heads, where llama.cpp reads it for each
 bool is_latent(const attention & a) {
-    return a.v_mla && a.v->view_src == a.k->view_src && llama_sparse_is_ordinary(a.g.cparams, a.mask, a.kq_b) &&
+    return a.v_mla && a.v->view_src == a.k->view_src && is_ordinary(a) &&
             llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_cpu(a.device());
 }
 
@@ -84,7 +116,7 @@ bool is_prompt_on_cpu(const attention & a) {
 
 // can PREFILL read this layer, which may have a sliding window?
 bool can_prefill(const attention & a) {
-    return llama_sparse_is_ordinary(a.g.cparams, a.mask, a.kq_b) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) &&
+    return is_ordinary(a) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) &&
             llama_sparse_is_supported_type(a.v->type) && is_prompt_on_cpu(a);
 }
 
@@ -357,7 +389,7 @@ ggml_tensor * llama_sparse_build_attn(
     }
     const attention a = { g, inp, q, k, v, kq_b, kq_mask, sinks, v_mla, kq_scale, il };
 
-    std::string why = llama_sparse_why_not_ours(g, *inp.state, mctx, kq_mask, kq_b, il);
+    std::string why = why_not_ours(a, mctx);
     const bool ours = inp.tok.has_prompt() && can_prefill(a);
     ggml_tensor * res = build(a, mctx != nullptr, ours, why);
     inp.layers.push_back({ il, why, res == nullptr, res && !ours, res && is_latent(a) });

@@ -3,7 +3,6 @@
 #include "llama-hparams.h"
 
 #include "sparse-codes.h"
-#include "sparse-reasons.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -68,6 +67,49 @@ llama_sparse_shadow::layer llama_sparse_shadow::layer::make(ggml_context * ctx, 
     return res;
 }
 
+// "" or why there is none with these settings: the device of the layer's K lacks one of SparQ's kernels. Asks with the nodes of a token that sees all of
+// the cache
+static std::string why_no_layer(const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv) {
+    const auto & hparams = llama_sparse_access::hparams(kv);
+    const int    il      = llama_sparse_access::layers(kv)[ikv].il;
+    const ggml_backend_dev_t dev = llama_sparse_device_of(llama_sparse_access::layers(kv)[ikv].k);
+    if (!dev) {
+        return "";
+    }
+    ggml_context_ptr scratch(ggml_init({ 64*ggml_tensor_overhead(), nullptr, true }));
+    ggml_context * ctx = scratch.get();
+    const auto layer = llama_sparse_shadow::layer::make(ctx, kv, spec, ikv);
+
+    const int64_t n_kv = kv.get_size(), ns = kv.get_n_stream();
+    llama_kv_cache::slot_info all;
+    all.s0 = 0;
+    all.s1 = ns - 1;
+    ggml_sparse_src in = {};
+    in.k       = kv.get_k(ctx, il, n_kv, all);
+    in.v       = kv.get_v(ctx, il, n_kv, all);
+    in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
+    in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
+    in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, llama_sparse_n_groups(n_kv), ns);
+    in.visible = ggml_sparse_attn_visible(ctx, in.mask);
+    in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2 + std::max(spec.sinks, 1), 1, 1, ns);
+    in.list    = in.sealed;
+    layer.give(ctx, ns, 0, in);
+    in.k_t     = ggml_sparse_attn_seal(ctx, &in, { spec.n_bit, llama_sparse_n_rot(kv) });
+
+    const auto shares = llama_sparse_score_shares(kv, spec, hparams.n_layer());
+    ggml_sparse_score_select_params params = {};
+    params.score.rank       = spec.rank_for(il, in.k->ne[0], llama_sparse_row_bytes(kv, il));
+    params.score.scale      = 1.0f;
+    params.score.n_bit      = spec.n_bit;
+    params.score.n_rot      = llama_sparse_n_rot(kv);
+    params.select.topk_max  = spec.cap_for(spec.topk_for(il, n_kv, shares), n_kv);
+    params.select.n_head_kv = in.k->ne[1];
+    params.select.rest      = layer.v_sum && spec.wants_mean_v();
+    params.select.top_p     = (float) spec.top_p;
+    params.select.i_forced  = 2;
+    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, params));
+}
+
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
     const bool v_sum = spec.wants_mean_v();
     if (*llama_sparse_why_not(kv) || (has_tensors() && bits == spec.n_bit && (has_v_sum || !v_sum))) {
@@ -88,7 +130,7 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
         if (!ctx) {
             ctx.reset(ggml_init({ 3*cached.size()*ggml_tensor_overhead(), nullptr, true }));
         }
-        const std::string reason = llama_sparse_why_not_sparq(kv, spec, ikv);
+        const std::string reason = why_no_layer(kv, spec, ikv);
         if (reason.empty()) {
             new_layers[ikv] = layer::make(ctx.get(), kv, spec, ikv);
         }

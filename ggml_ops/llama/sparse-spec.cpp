@@ -253,11 +253,13 @@ void check_idle(const llama_sparse_spec & spec, const key_set & given) {
     const llama_sparse_spec usual;
     const bool is_topk = spec.method == LLAMA_SPARSE_TOPK;
     const bool is_rank_given = is_topk || given.count("rank");
-    const std::string choice = given.count("ratio") && spec.ratio >= 1 ? choice_of(given) : "";
+    const bool reads_all = given.count("ratio") && spec.ratio >= 1;
+    const std::string choice = reads_all ? choice_of(given) : "";
     const struct { bool is_idle; const char * key, * why; } rules[] = {
         { given.count("k_layers")    && given.count("topk"), "topk",   "k_layers has the topk of every layer" },
         { given.count("rank_layers") && given.count("rank"), "rank",   "rank_layers has the rank of every layer" },
         { given.count("k_layers")    && spec.ramp,           "budget", "k_layers has the topk of every layer" },
+        { reads_all                  && spec.ramp,           "budget", "ratio 1 is dense attention" },
         { spec.n_bit != usual.n_bit  && is_topk,             "shadow", "topk scores with all of K, not with a transposed copy" },
         { !choice.empty(), choice.c_str(), "ratio 1 is dense attention" },
         { given.count("ratio") && given.count("topk") && is_rank_given, "ratio", is_topk ? "topk is given" : "topk and rank are given" },

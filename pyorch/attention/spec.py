@@ -340,8 +340,9 @@ def _idle(spec: AttentionSpec) -> tuple[str, str] | None:
         one = "topk" if name == "k_layers" else "rank"
         if getattr(spec, name) and getattr(spec, one):
             return one, f"{name} has the {one} of every layer"
-    if spec.k_layers and spec.budget in ("ramp", "ramp-down"):
-        return f"budget {spec.budget}", "k_layers has the topk of every layer"
+    if spec.budget in ("ramp", "ramp-down") and (spec.k_layers or spec.ratio == 1):
+        why = "k_layers has the topk of every layer"
+        return f"budget {spec.budget}", why if spec.k_layers else "ratio 1 is dense attention"
     if spec.method == "topk" and spec.shadow != AttentionSpec.shadow:
         return "shadow", "topk scores with all of K, not with a transposed copy"
     if spec.ratio is not None and spec.topk and (spec.rank or spec.method == "topk"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyorch.errors import SparqError
 from pyorch.models import layers
-from pyorch.models.gguf_checks import check_loadable, is_number
+from pyorch.models.gguf_checks import WHOLE_ROPE, check_loadable, is_number
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.layers import Windows
 
@@ -138,11 +139,19 @@ def _check_heads(file: GGUFFile, geo: Geometry) -> None:
     for key in ("rope.dimension_count", "rope.dimension_count_swa"):
         n_rot = m.get(key, 0)
         need(key, n_rot, is_number(n_rot, 0, longest) and n_rot % 2 == 0)
+    n_rot = m.get("rope.dimension_count", geo.head_dim_k)
     if geo.is_mla:  # the cache holds the latent vector
-        rank, n_rot = m.get("attention.kv_lora_rank"), m.get("rope.dimension_count", 0)
+        rank, n_k = m.get("attention.kv_lora_rank"), m["attention.key_length_mla"]
         need("attention.kv_lora_rank", rank, rank == geo.head_dim_v == geo.head_dim_k - n_rot)
-    if geo.is_mla or any(k.endswith("_length_swa") for k in m):
-        return
+        need("attention.key_length_mla", n_k, n_k > n_rot)
+        need("attention.head_count_kv", max(geo.n_head_kv), max(geo.n_head_kv) == 1)
+    elif not any(k.endswith("_length_swa") for k in m):
+        _check_shapes(file, geo, need)
+    need("rope.dimension_count", n_rot, n_rot == geo.head_dim_k or geo.arch not in WHOLE_ROPE)
+
+
+def _check_shapes(file: GGUFFile, geo: Geometry, need: Callable[[str, object, bool], None]) -> None:
+    """Refuse weights that do not fit the heads."""
     same = geo.head_dim_k == geo.head_dim_v
     shapes = {t.name: t.shape for t in file.tensors if len(t.shape) == 2}
     for i, (n_head, n_head_kv) in enumerate(zip(geo.n_head, geo.n_head_kv, strict=True)):

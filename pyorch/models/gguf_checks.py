@@ -14,6 +14,19 @@ from pyorch.models.gguf_file import ALIGNMENT, GGUFFile, SkippedArray
 
 _NO_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_K")  # no op multiplies by these
 
+# architectures whose RoPE turns whole heads, or llama.cpp ends the process; a test compares it with
+# the source
+_WHOLE_ROPE = """
+apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx
+deci deepseek dots1 dream ernie4_5 exaone exaone-moe exaone4 falcon granite
+granite_swa graniteswitch grok grovemoe hunyuan-moe hunyuan_vl hy_v3
+internlm2 jais2 llada llada-moe llama llama4 maincoder mellum mistral3 olmo
+olmo2 olmoe orion pangu-embedded plamo pockettts qwen2 qwen2moe qwen2vl
+qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss smallthinker smollm3
+starcoder2 talkie xverse
+"""
+WHOLE_ROPE = frozenset(_WHOLE_ROPE.split())
+
 
 def check_loadable(file: GGUFFile, n_layer: int, n_expert: int) -> None:
     """Refuse a model that would end the process, at once or at some later text. Its heads are

@@ -52,12 +52,6 @@ class Shape:
         """The bytes of K and V for one position in all layers, as f16."""
         return 2 * 2 * self.n_layer * self.n_head_kv * self.head_dim
 
-    @property
-    def layer_params(self) -> int:
-        """The weights of a layer's products."""
-        heads = 2 * (self.n_head + self.n_head_kv) * self.head_dim
-        return self.n_embd * (heads + 3 * self.n_ff)
-
 
 def shape_like(name: str, **changes: int | None) -> Shape:
     """The shape of a model that has a card, with some sizes replaced; None leaves a size as it is.

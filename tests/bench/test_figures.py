@@ -19,10 +19,10 @@ from eval_records import ENV, add_ablations, add_repetition, add_topk
 
 from bench import __main__ as main
 from bench import draw, plot
-from bench.kernels import node_times
 from bench.papers import (
     end_to_end,
     microbenchmark,
+    node_times,
     roofline,
     time_in_attention,
 )

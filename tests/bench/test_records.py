@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.kernels import node_times
+from bench.papers import node_times
 from pyorch import native
 from pyorch.bench import bandwidth, records
 from pyorch.errors import SparqError

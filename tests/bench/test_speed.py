@@ -441,8 +441,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.setattr(speed, "run", run)
 
     def of(*args: str) -> tuple[SpeedPlan, str]:
-        said = CliRunner().invoke(command, ["--yes", *args]).output
-        return plans[-1], said
+        said = CliRunner().invoke(cli, ["bench", "--yes", *args]).output
+        return plans.pop(), said
 
     return of
 
@@ -481,21 +481,18 @@ def test_flash_attention_is_named_as_in_llama_bench(
     ],
 )
 def test_what_the_line_says_displaces_variables(
-    monkeypatch: pytest.MonkeyPatch, variables: str, line: str, specs: list[str], like: str
+    planned: Planned,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: str,
+    line: str,
+    specs: list[str],
+    like: str,
 ) -> None:
-    plans: list[SpeedPlan] = []
-
-    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
-        plans.append(plan)
-        raise SparqError("enough")
-
-    monkeypatch.setattr(speed, "run", run)
     for variable in variables.split():
         monkeypatch.setenv(*f"SPARQ_BENCH_{variable}".split("=", 1))
-    said = CliRunner().invoke(cli, ["bench", *line.split(), "--yes"])
-    assert plans, said.exception
-    assert [str(s) for s in plans[0].specs] == specs
-    assert list(plans[0].like) == [like] and not plans[0].models
+    plan, _ = planned(*line.split())
+    assert [str(s) for s in plan.specs] == specs
+    assert list(plan.like) == [like] and not plan.models
 
 
 def test_a_stock_row_that_cannot_be_is_noted(planned: Planned) -> None:

@@ -142,7 +142,9 @@ def test_every_card_can_be_explained(run: Run, name: str) -> None:
 
 def test_the_table_of_the_docs(run: Run) -> None:
     table = run("models", "table").out
-    assert table in (ROOT / "docs" / "models.md").read_text("utf-8")
+    shown = (ROOT / "docs" / "models.md").read_text("utf-8").partition("## The table")[2]
+    some = [line for line in shown.splitlines() if line.startswith("|")]
+    assert len(some) > 12 and set(some) < set(table.splitlines())
     rows = [line.split("`")[1] for line in table.splitlines()[2:]]
     assert rows == list(cards.names())
     hybrid = next(line for line in table.splitlines() if "`qwen3.6-27b`" in line)

@@ -123,6 +123,7 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("off,prompt_p=0.9", "off reads everything, so prompt_p", "sparq"),
         ("sparq,ratio=1,rank=8", "ratio 1 is dense attention, so rank", "one of the two"),
         ("topk,ratio=1,k=64", "ratio 1 is dense attention, so topk", "one of the two"),
+        ("topk,ratio=1,ramp", "ratio 1 is dense attention, so budget ramp", "leave out budget"),
         ("sparq,rank=0", "rank 0 is below 1", ""),
         ("sparq,rank=2.5", "rank '2.5' is not a whole number", ""),
         ("sparq,sinks=-1", "sinks -1 is below 0", ""),

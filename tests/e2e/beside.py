@@ -4,9 +4,10 @@
 
 LIBRARY: devices that are not there (fake_device.cpp), or "". JSON: spec, n_gpu_layers, order, say
 "rpr" for sequences that reply and sequences that read a prompt; n_read (tokens that these read in
-each of the two batches), and options of a context. Prints one line of JSON: what
-`llama_get_sparse_attn_info` says, groups of the shadow that differ, and of each sequence the logits
-after its tokens, those of the sequence alone, and those of llama.cpp's own attention.
+each of the two batches), n_before (tokens of each sequence that replies), only_info, and options of
+a context. Prints one line of JSON: what `llama_get_sparse_attn_info` says, groups of the shadow
+that differ, and of each sequence the logits after its tokens, those of the sequence alone, and
+those of llama.cpp's own attention.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ def main() -> None:
         load = m._lib.ggml_backend_load
         load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
         assert load(library.encode())
+    only_info = options.pop("only_info", False)
     with Model(path, n_gpu_layers) as model:
         together = run(model, spec, kinds, n_read, **options)
+        if only_info:
+            print(json.dumps({"info": together["info"]}))
+            return
         off = run(model, "off", kinds, n_read, **options)["logits"]
         each = [run(model, spec, {seq: kind}, n_read, **options) for seq, kind in kinds.items()]
     print(json.dumps(together | {"off": off, "alone": [one["logits"][0] for one in each]}))
 
 
 def run(
-    model: Model, spec: str, kinds: dict[int, str], n_read: int, **options: Any
+    model: Model, spec: str, kinds: dict[int, str], n_read: int, n_before: int = 0, **options: Any
 ) -> dict[str, Any]:
     """Two batches of a token of each sequence that replies ("r"), `n_read` of those that read."""
     texts = {seq: np.random.default_rng(seq).integers(3, model.n_vocab, 700) for seq in kinds}
@@ -48,10 +53,10 @@ def run(
         done[seq] += n
         return [(int(texts[seq][i]), i, seq) for i in range(done[seq] - n, done[seq])]
 
-    with Context(model, n_ctx=4096, n_seq=4, **options) as ctx:
+    with Context(model, n_ctx=4096, n_seq=max(4, len(kinds)), **options) as ctx:
         ctx.set_sparse(spec)
         for seq in (seq for seq, kind in kinds.items() if kind == "r"):
-            assert ctx.decode(take(seq, 330 - 20 * seq)) == 0
+            assert ctx.decode(take(seq, n_before or 330 - 20 * seq)) == 0
         ctx.reset_counters()
         for _ in range(2):
             each = [take(seq, 1 if kind == "r" else n_read) for seq, kind in kinds.items()]

@@ -162,6 +162,21 @@ def test_a_long_prompt_between_replies(run) -> None:
     assert reasons(got) == {""} and got["info"]["counters"]["calls_sparse"] == 2 * 2 * N_LAYER
 
 
+def test_too_many_logits_on_a_device(fake: Path, tmp_path: Path) -> None:
+    """256 replies by 1,024 heads are just 1 GiB of logits while the cache has 1,024 cells, and more
+    in the next step, whose attention is the device's own."""
+    path = tiny_models.write(
+        tmp_path / "m.gguf", n_layer=1, n_head=1024, n_head_kv=32, head_dim=32, n_embd=64
+    )
+    options = {"spec": SPARQ, "n_gpu_layers": ALL, "order": "r" * 256, "n_before": 3}
+    text = json.dumps(options | {"unified": True, "only_info": True})
+    got = from_child(HERE / "beside.py", path, fake, text)
+    assert reasons(got) == {"too many logits for a GPU"}
+    counters = got["info"]["counters"]
+    assert counters["calls_sparse"] == 256
+    assert counters["stock_reasons"] == {"too many logits for a GPU": 256}
+
+
 def test_short_on_a_device(run) -> None:
     """Below gpu_min_mb: the device's own attention, sealed meanwhile. The CPU does not care."""
     spec = SPARQ.replace("gpu_min_mb=0", "gpu_min_mb=1")

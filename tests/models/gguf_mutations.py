@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-_NUMBERS = [0, 1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 127, 128, 255, 256, 511, 512, 513, 1024, 4096]
+_NUMBERS = [*range(45), 63, 64, 127, 128, 255, 256, 511, 512, 513, 1024, 4096]
 _NUMBERS += [65535, 65536, 2**20, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33, 2**40, 2**48]
 _NUMBERS += [2**61, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 32, 2**64 - 1]
 _TEXTS = [b"", b" ", b"a", b"\0", b"\x1b[31m", b"../../../etc/passwd", b"/etc/passwd", b"\xff\xfe"]
@@ -174,15 +174,23 @@ def with_bpe(base: Model) -> Model:
     return m
 
 
+# keys that decide much and that a file need not have, with their types
+_SPECIAL = {"general.alignment": 4, "split.count": 2, "split.no": 2, "split.tensors.count": 5}
+_SPECIAL |= {"llama.rope.scaling.type": 8, "llama.rope.scaling.factor": 6}
+_SPECIAL |= {"llama.rope.freq_base": 6, "llama.rope.dimension_count": 4, "llama.vocab_size": 4}
+_SPECIAL |= {"llama.expert_count": 4, "llama.expert_used_count": 4}
+_SPECIAL |= {f"llama.attention.{x}": 4 for x in ("key_length", "value_length", "sliding_window")}
+_SPECIAL |= {"llama.attention.head_count_kv": 9, "tokenizer.ggml.precompiled_charsmap": 9}
+_SPECIAL |= {"tokenizer.ggml.pre": 8, "tokenizer.chat_template": 8}
+_SPECIAL |= {"tokenizer.ggml.eot_token_id": 4, "tokenizer.ggml.add_eos_token": 7}
+
+
 def mutate(base: Model, seed: int) -> bytes:
     """The file of a seed: one to three faults, of its structure mostly, sometimes blind ones."""
     rng = random.Random(seed)
     m = copy.deepcopy(base)
-    ways = [_key_value, _key_value, _key_type, _key_name, _key_list, _array, _array, _array_item]
-    ways += [_array_item, _row_name, _row_dims, _row_dims, _row_kind, _row_offset, _row_list]
-    ways += [_counts, _lengths, _special, _special, _neighbour]
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        rng.choice(ways)(m, rng)
+        rng.choice([_key, _key, _key, _key, _row, _row, _list, _counts, _special, _special])(m, rng)
     data = m.pack()
     return _blind(data, rng) if rng.random() < 0.15 else data
 
@@ -191,176 +199,83 @@ def _number(rng: random.Random) -> int:
     return rng.choice(_NUMBERS) + rng.choice([0, 0, 0, -1, 1])
 
 
-def _key(m: Model, rng: random.Random) -> Key:
-    return rng.choice(m.keys)
+def _other(value: Any, rng: random.Random) -> Any:
+    """Another value of the same kind: any, or one that is wrong by little, so that the file stays
+    plausible."""
+    if isinstance(value, float):
+        return rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e-30, 1e30])
+    if isinstance(value, bytes):
+        near = [value[:-1], value + b"\0", value.replace(b".0.", b".9.")]
+        return rng.choice([*near, *(rng.choice(_TEXTS) for _ in near)])
+    if isinstance(value, tuple):  # an array: what its items are called, or what they are
+        kind, values = value
+        return (rng.randrange(14), values) if rng.random() < 0.2 else (kind, _other(values, rng))
+    if isinstance(value, list):
+        way = rng.randrange(5)
+        if way == 0:
+            return value[: rng.randrange(len(value) + 1)]
+        if way == 1:
+            return value + value[: rng.randrange(1, 400)]
+        if way == 2:
+            return rng.sample(value, len(value))
+        spoilt = list(value)
+        for _ in range(rng.choice([1, 1, 5, 50]) if value else 0):
+            i = rng.randrange(len(value))
+            spoilt[i] = rng.choice([rng.choice(value), _other(value[i], rng)])
+        return spoilt
+    near = [value - 1, value + 1, value * 2, value // 2, value + 32] if value is not None else [5]
+    return rng.choice([*near, *(_number(rng) for _ in near)])
 
 
-def _key_value(m: Model, rng: random.Random) -> None:
-    k = _key(m, rng)
-    if k.kind == _STRING:
-        k.value = rng.choice(_TEXTS)
-    elif k.kind != _ARRAY:
-        k.value = (
-            rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e-30, 1e30])
-            if (_SCALARS.get(k.kind) in ("f", "d"))
-            else _number(rng)
-        )
+def _spoil(things: list[Any], rng: random.Random) -> None:
+    """A field of one of them gets another value, or that of another one."""
+    if things:
+        thing, name = rng.choice(things), rng.choice(fields(things[0])).name
+        of_another = getattr(rng.choice(things), name)
+        values = [of_another, *(_other(getattr(thing, name), rng) for _ in range(3))]
+        setattr(thing, name, rng.choice(values))
 
 
-def _neighbour(m: Model, rng: random.Random) -> None:
-    """A number that is wrong by little, or by a factor: the file stays plausible."""
-    k = _key(m, rng)
-    if isinstance(k.value, int):
-        k.value = rng.choice([k.value - 1, k.value + 1, k.value * 2, k.value // 2])
+def _key(m: Model, rng: random.Random) -> None:
+    _spoil(m.keys, rng)
 
 
-def _key_type(m: Model, rng: random.Random) -> None:
-    _key(m, rng).kind = rng.choice([*range(14), 255, 2**31])
+def _row(m: Model, rng: random.Random) -> None:
+    _spoil(m.rows, rng)
 
 
-def _key_name(m: Model, rng: random.Random) -> None:
-    k = _key(m, rng)
-    k.name = rng.choice([rng.choice(_TEXTS), _key(m, rng).name, k.name + b"\0", k.name[:-1]])
-
-
-def _key_list(m: Model, rng: random.Random) -> None:
-    i = rng.randrange(len(m.keys))
-    if rng.random() < 0.5:
-        del m.keys[i]
-    else:
-        m.keys.insert(rng.randrange(len(m.keys)), copy.deepcopy(m.keys[i]))
-
-
-def _arrays(m: Model) -> list[Key]:
-    return [k for k in m.keys if k.kind == _ARRAY and isinstance(k.value, tuple)]
-
-
-def _array(m: Model, rng: random.Random) -> None:
-    if not _arrays(m):
-        return
-    k = rng.choice(_arrays(m))
-    kind, values = k.value
-    way = rng.randrange(5)
+def _list(m: Model, rng: random.Random) -> None:
+    """One of the keys or rows is missing, or there twice, or they are in another order."""
+    things: list[Any] = rng.choice([m.keys, m.rows])
+    way, i = rng.randrange(3), rng.randrange(len(things) or 1)
     if way == 0:
-        values = values[: rng.randrange(len(values) + 1)]
+        del things[i : i + 1]
     elif way == 1:
-        values = values + values[: rng.randrange(1, 400)]
-    elif way == 2:
-        kind = rng.choice([*range(14), 77])
-    elif way == 3:
-        rng.shuffle(values)
+        things += copy.deepcopy(things[i : i + 1])
     else:
-        values = []
-    k.value = (kind, values)
-
-
-def _array_item(m: Model, rng: random.Random) -> None:
-    if not _arrays(m):
-        return
-    kind, values = rng.choice(_arrays(m)).value
-    for _ in range(rng.choice([1, 1, 5, 50])):
-        if not values:
-            return
-        i = rng.randrange(len(values))
-        if rng.random() < 0.4:
-            values[i] = rng.choice(values)
-        elif kind == _STRING:
-            values[i] = rng.choice(_TEXTS)
-        else:
-            values[i] = rng.choice([_number(rng), float("nan"), -5, 9])
-
-
-def _row_name(m: Model, rng: random.Random) -> None:
-    r = rng.choice(m.rows)
-    other = rng.choice(m.rows).name
-    r.name = rng.choice([rng.choice(_TEXTS), other, r.name[:-1], r.name.replace(b".0.", b".9.")])
-
-
-def _row_dims(m: Model, rng: random.Random) -> None:
-    r = rng.choice(m.rows)
-    way = rng.randrange(5)
-    if way == 0:
-        r.dims[rng.randrange(len(r.dims))] = _number(rng)
-    elif way == 1:
-        r.n_dims = rng.choice([0, 1, 2, 3, 4, 5, 255, 2**32 - 1])
-    elif way == 2:
-        r.dims = r.dims[::-1]
-    elif way == 3:
-        r.dims = [_number(rng) for _ in range(rng.randrange(6))]
-    else:
-        r.dims = [*r.dims, 1]
-
-
-def _row_kind(m: Model, rng: random.Random) -> None:
-    rng.choice(m.rows).kind = rng.choice([*range(45), 255, 2**31, 2**32 - 1])
-
-
-def _row_offset(m: Model, rng: random.Random) -> None:
-    r = rng.choice(m.rows)
-    other = rng.choice(m.rows).offset
-    r.offset = rng.choice([_number(rng), other, r.offset + 1, r.offset + 32, r.offset - 32])
-
-
-def _row_list(m: Model, rng: random.Random) -> None:
-    i = rng.randrange(len(m.rows))
-    way = rng.randrange(3)
-    if way == 0:
-        del m.rows[i]
-    elif way == 1:
-        m.rows.insert(rng.randrange(len(m.rows)), copy.deepcopy(m.rows[i]))
-    else:
-        rng.shuffle(m.rows)
+        rng.shuffle(things)
 
 
 def _counts(m: Model, rng: random.Random) -> None:
-    way = rng.randrange(3)
+    """What the file says of its version and of how much there is."""
+    way = rng.randrange(4)
     if way == 0:
-        m.n_keys = rng.choice([_number(rng), len(m.keys) - 1, len(m.keys) + 1])
+        m.n_keys = _other(len(m.keys), rng)
     elif way == 1:
-        m.n_rows = rng.choice([_number(rng), len(m.rows) - 1, len(m.rows) + 1])
+        m.n_rows = _other(len(m.rows), rng)
+    elif way == 2:
+        m.version = rng.choice([0, 1, 2, 4, 0x03000000, 2**32 - 1])
     else:
-        m.version = rng.choice([0, 1, 2, 3, 4, 0x03000000, 2**32 - 1])
-
-
-def _lengths(m: Model, rng: random.Random) -> None:
-    n = 2 * len(m.keys) + len(m.rows) + 400
-    m.lies[rng.randrange(n)] = _number(rng)
+        m.lies[rng.randrange(2 * len(m.keys) + len(m.rows) + 400)] = _number(rng)
 
 
 def _special(m: Model, rng: random.Random) -> None:
-    """Keys that decide much: alignment, parts, scaling, experts, ids of special tokens."""
+    name, kind = rng.choice([*_SPECIAL.items()])
     arch = next((k.value for k in m.keys if k.name == b"general.architecture"), b"llama")
+    numbers = [_number(rng)] * rng.randrange(600)
+    value = {8: rng.choice(_TEXTS), 6: _other(0.0, rng), 9: (4, numbers)}.get(kind, _number(rng))
     arch = arch if isinstance(arch, bytes) else b"llama"
-    number, text = _number(rng), rng.choice(_TEXTS)
-    m.keys.append(
-        rng.choice(
-            [
-                Key(
-                    b"general.alignment", 4, rng.choice([0, 1, 3, 8, 16, 24, 32, 64, 2**31, number])
-                ),
-                Key(b"general.alignment", rng.choice([0, 5, 8, 10]), 32),
-                Key(b"split.count", rng.choice([2, 4, 6, 8, 10]), rng.choice([0, 1, 2, 3, number])),
-                Key(b"split.no", 2, number),
-                Key(b"split.tensors.count", 5, number),
-                Key(arch + b".rope.scaling.type", 8, text),
-                Key(arch + b".rope.scaling.factor", 6, rng.choice([0.0, -1.0, float("nan"), 1e30])),
-                Key(arch + b".rope.freq_base", 6, rng.choice([0.0, -1.0, float("nan"), 1e30])),
-                Key(arch + b".expert_count", 4, number),
-                Key(arch + b".expert_used_count", 4, number),
-                Key(arch + b".attention.key_length", 4, number),
-                Key(arch + b".attention.value_length", 4, number),
-                Key(arch + b".attention.sliding_window", 4, number),
-                Key(arch + b".attention.head_count_kv", 9, (4, [number] * rng.randrange(600))),
-                Key(arch + b".rope.dimension_count", 4, number),
-                Key(arch + b".vocab_size", 4, number),
-                Key(b"tokenizer.ggml.pre", 8, text),
-                Key(b"tokenizer.chat_template", 8, text),
-                Key(b"tokenizer.ggml.eot_token_id", 4, number),
-                Key(b"tokenizer.ggml.add_eos_token", 7, 1),
-                Key(b"tokenizer.ggml.precompiled_charsmap", 9, (0, [number] * rng.randrange(40))),
-            ]
-        )
-    )
+    m.keys.append(Key(name.encode().replace(b"llama", arch), kind, value))
 
 
 def _blind(data: bytes, rng: random.Random) -> bytes:

@@ -18,6 +18,7 @@ from pyorch import engine
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
 from pyorch.models.geometry import geometry
+from pyorch.models.gguf_checks import WHOLE_ROPE
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import INTERVALS, WHY_DENSE, WINDOWS, Windows, recurrent, windows
 
@@ -33,7 +34,7 @@ def test_tables_are_those_of_the_source(unpacked: Callable[[str], Path]) -> None
     upstream = unpacked("src")
     arch = (upstream / "llama-arch.cpp").read_text()
     names = {k.lower(): n for k, n in re.findall(r'{ LLM_ARCH_(\w+), +"([\w.-]+)" +}', arch)}
-    with_window, periods, intervals = set(), {}, {}
+    with_window, whole_rope, periods, intervals = set(), set(), {}, {}
     for file in sorted((upstream / "models").glob("*.cpp")):
         text = file.read_text()
         found = re.search(r"void llama_model_(\w+)::load_arch_hparams.*?\n}", text, re.DOTALL)
@@ -46,10 +47,13 @@ def test_tables_are_those_of_the_source(unpacked: Callable[[str], Path]) -> None
             periods[name] = (int(m[1]), bool(m[2]))
         if m := re.search(r"full_attn_interval = (\d+);", body):
             intervals[name] = int(m[1])
+        if re.search(r"^ *GGML_ASSERT\(n_embd_head == n_rot\);", text, re.MULTILINE):
+            whole_rope.add(name)
     assert with_window == set(WINDOWS) | OTHERS
     ours = {a: (r.period, r.dense_first) for a, r in WINDOWS.items() if r.period}
     assert ours == {a: x for a, x in periods.items() if a not in OTHERS}
     assert intervals == INTERVALS
+    assert whole_rope == WHOLE_ROPE
 
 
 @pytest.mark.parametrize(

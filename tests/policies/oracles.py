@@ -52,6 +52,14 @@ class Oracle:
             zip(positions, softmax([q @ k[p] * self.scale for p in positions]), strict=True)
         )
 
+    def summed(self, h: int, scores) -> dict[int, float]:
+        """What scores(head) gives, summed over the query heads of a KV head."""
+        total: dict[int, float] = {}
+        for head in self.heads_of(h):
+            for p, s in scores(head).items():
+                total[p] = total.get(p, 0.0) + s
+        return total
+
     def best(self, scores: dict[int, float], k: int) -> set[int]:
         chosen, margin = best(scores, k)
         self.margin = min(self.margin, margin)
@@ -76,14 +84,8 @@ class Exact(Oracle):
     """The largest scores, summed over the query heads of a KV head."""
 
     def choose(self, q, k) -> Sets:
-        out = []
-        for h in range(self.n_head_kv):
-            total = dict.fromkeys(range(len(k)), 0.0)
-            for head in self.heads_of(h):
-                for p, s in self.scores(q, k, head).items():
-                    total[p] += s
-            out.append(self.best(total, self.k_of(len(k))))
-        return out
+        every = (self.summed(h, lambda x: self.scores(q, k, x)) for h in range(self.n_head_kv))
+        return [self.best(total, self.k_of(len(k))) for total in every]
 
 
 class Window(Oracle):
@@ -113,11 +115,8 @@ class TopOfV(Oracle):
         out = []
         last = len(k) - 1
         for h in range(self.n_head_kv):
-            total = dict.fromkeys(range(last), 0.0)
-            for head in self.heads_of(h):
-                for p, s in self.scores(q, k, head).items():
-                    if p != last:
-                        total[p] += s
+            total = self.summed(h, lambda x: self.scores(q, k, x))
+            del total[last]
             out.append(self.best(total, self.k_of(len(k)) - 1) | {last})
         return out
 
@@ -135,10 +134,7 @@ class Projected(Oracle):
         local = max(budget // 4, 1)
         always = set(range(n - local, n)) | set(range(min(self.sinks, budget - local)))
         for h in range(self.n_head_kv):
-            total = dict.fromkeys(range(n), 0.0)
-            for head in self.heads_of(h):
-                for p, s in enumerate(self.guess(q, k, head)):
-                    total[p] += s
+            total = self.summed(h, lambda x: dict(enumerate(self.guess(q, k, x))))
             rest = {p: s for p, s in total.items() if p not in always}
             out.append(always | self.best(rest, budget - len(always)))
         return out
@@ -234,10 +230,9 @@ class ExactPages(Oracle):
         m = max(self.k_of(n) - len(own), 0) // self.page
         for h in range(self.n_head_kv):
             total = dict.fromkeys(range(n_full), 0.0)
-            for head in self.heads_of(h):
-                for cell, score in self.scores(q, k, head).items():
-                    if cell not in own:
-                        total[cell // self.page] += score
+            for cell, score in self.summed(h, lambda x: self.scores(q, k, x)).items():
+                if cell not in own:
+                    total[cell // self.page] += score
             chosen = self.best(total, m)
             out.append(own | {p * self.page + i for p in chosen for i in range(self.page)})
         return out

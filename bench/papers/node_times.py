@@ -16,7 +16,6 @@ from pathlib import Path
 import click
 
 from bench import runner
-from bench.kernels import watch
 from pyorch import engine
 from pyorch.bench import records, state
 from pyorch.bench.records import Done, Record, Result
@@ -42,13 +41,17 @@ class Case:
 
 
 class Clock:
-    """Adds up the time from the last node before a layer's attention to its last node."""
+    """The watch of a session that adds up the time from the last node before a layer's attention to
+    its last node."""
 
     def __init__(self) -> None:
         self.total = self.started = self.layers = 0
 
-    def see(self, t: Tensor, ask: bool) -> bool:
-        name = t.name.decode()
+    def attach(self, session: engine.Session) -> None:
+        """There is nothing to learn from the session."""
+
+    def node(self, address: int, ask: bool) -> bool:
+        name = Tensor.from_address(address).name.decode(errors="replace")
         begins, ends = name.startswith(BEGINS) and name.endswith(" (view)"), name.startswith(ENDS)
         if not ask:
             if ends:
@@ -56,6 +59,12 @@ class Clock:
                 self.layers += 1
             self.started = time.perf_counter_ns()
         return bool(begins or ends)
+
+    def done(self, n_past: int) -> None:
+        """Nothing is known of the tokens."""
+
+    def reset(self) -> None:
+        """Nothing is counted but time."""
 
 
 OPTIONS = (
@@ -97,7 +106,7 @@ def nodes(model: Path, case: Case) -> Result:
         n_threads=case.n_threads,
         n_batch=8,
         flash_attn=case.flash_attn,
-        watch=watch.Watch(clock.see),
+        watch=clock,
         stock=True,
     ) as session:
         state.fill(session, case.n_depth, 1)

@@ -1,1 +1,0 @@
-"""What takes the time of a token?"""
