@@ -9,6 +9,7 @@ PYTEST  = $(RUN)/python -m pytest -q
 # a worker for each core, but each holds models of its own. In their order, since the last files are
 # small ones: the workers end together. ARGS='-n 0' runs all in one process
 WORKERS = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PY      = pyorch tests bench hatch_build.py
 CPP     = $(wildcard ggml_ops/*.[ch] ggml_ops/compilers/*.h ggml_ops/ref/*.[ch] ggml_ops/cpu/*.h ggml_ops/cpu/*.cpp ggml_ops/cuda/*.cu ggml_ops/cuda/*.cuh ggml_ops/llama/*.h ggml_ops/llama/*.cpp ggml_ops/rpc/*.h ggml_ops/rpc/*.cpp)
 LOWEST  = .venv-lowest
 PINS    = $(shell sed -n 's/^version *//p' patches/UPSTREAM)
@@ -18,7 +19,7 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
@@ -69,6 +70,10 @@ $(DEV): $(STAMP)
 	$(RUN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
+wheels: $(STAMP)        ## dist/: wheels with the library inside, for machines without a compiler
+	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
+	$(RUN)/python -m pyorch.native.wheel dist $(ARGS)
+
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
 	$(RUN)/python -m bench draw
@@ -90,12 +95,12 @@ sanitize: build $(DEV)  ## the op tests on sanitized builds of our sources: addr
 	$(PYTEST) tests/ops/test_sanitize.py
 
 lint: $(DEV)            ## what the style asks, without changing anything
-	$(RUN)/ruff check pyorch tests bench && $(RUN)/ruff format --check pyorch tests bench
+	$(RUN)/ruff check $(PY) && $(RUN)/ruff format --check $(PY)
 	$(RUN)/mypy
 	$(RUN)/python -m pyorch.native.cpp_style --check $(CPP)
 
 fmt: $(DEV)             ## bring Python and C++ to that style
-	$(RUN)/ruff check --fix pyorch tests bench && $(RUN)/ruff format pyorch tests bench
+	$(RUN)/ruff check --fix $(PY) && $(RUN)/ruff format $(PY)
 	$(RUN)/python -m pyorch.native.cpp_style $(CPP)
 
 upstream: $(STAMP)      ## .upstream/llama.cpp: the pinned source and the series as commits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -18,12 +19,14 @@ from pyorch import paths
 
 pytestmark = pytest.mark.skipif(not paths.in_checkout(), reason="there is nothing to pack here")
 DATA = ("patches", "ggml_ops", "models")
+BUILT = sorted((paths.REPOSITORY / "dist").glob(f"*manylinux*_{platform.machine()}.whl"))
 
 
-def pack(folder: Path, into: Path, kind: str) -> Path:
+def pack(folder: Path, into: Path, kind: str, env: dict[str, str] | None = None) -> Path:
     """The `wheel` or `sdist` of a checkout, made without an index."""
     argv = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(into)]
-    subprocess.run(argv, cwd=folder, check=True, capture_output=True)
+    env = {**os.environ, **(env or {})}
+    subprocess.run(argv, cwd=folder, check=True, capture_output=True, env=env)
     (file,) = into.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return file
 
@@ -76,14 +79,15 @@ def test_the_sdist_makes_the_same_wheel_and_leaves_the_records_out(
     assert contents(pack(folder, tmp_path / "dist", "wheel")) == contents(wheel)
 
 
-def works(python: Path, cwd: Path) -> None:
+def works(python: Path, cwd: Path, env: dict[str, str] | None = None) -> None:
     """Let the program that is installed beside `python` go on with a text, from a folder that is
     not the clone, with the model and the text that come with it.
 
     Raises:
         AssertionError: it failed, or nothing ran sparse.
     """
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"SPARQ_CUDA": "0"}
+    if env is None:
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"SPARQ_CUDA": "0"}
     where = "from pyorch import paths; print(paths.data('models') / 'demo')"
     folder = subprocess.run([python, "-c", where], cwd=cwd, env=env, capture_output=True, text=True)
     demo = Path(folder.stdout.strip())
@@ -118,3 +122,47 @@ def test_it_works_from_the_index(
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", str(file)], check=True)
     works(python, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUILT, reason="`make wheels` has put none for this system into dist/")
+def test_a_wheel_with_the_library_needs_no_compiler(tmp_path: Path) -> None:
+    """In an empty environment, with an empty cache, where no program is found but Python's own; a
+    llama-cpp-python that is there is not used."""
+    venv.create(tmp_path / "env", with_pip=True, symlinks=True)
+    bin_folder = tmp_path / "env" / "bin"
+    python, wheel = bin_folder / "python", BUILT[-1]
+    pip = [python, "-m", "pip"]
+    subprocess.run([*pip, "install", "--quiet", wheel], check=True)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    foreign = packages / "llama_cpp" / "__init__.py"
+    foreign.parent.mkdir()
+    foreign.write_text("raise SystemExit('the wrong one')")
+    env = {"PATH": str(bin_folder), "HOME": str(tmp_path / "home")}
+    works(python, tmp_path, env)
+    argv = [str(bin_folder / "sparq-cpp"), "doctor", "--json"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert facts["toolchain"]["compiler"] == "" and facts["built"]["works"] == "yes"
+    assert facts["built"]["used"].startswith("sparq-carried")
+    assert ": llama.cpp prefers it on this CPU to " in facts["built"]["variant"]
+    (library,) = (tmp_path / "home" / ".cache" / "sparq-cpp" / "lib").iterdir()
+    for tool in ("llama-server", "llama-bench"):
+        subprocess.run([library / tool, "--help"], env=env, check=True, capture_output=True)
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "sparq-cpp"], check=True)
+    assert not (packages / "pyorch").exists() and foreign.is_file()
+
+
+def test_a_wheel_with_the_library_is_for_one_system(tmp_path: Path) -> None:
+    """What the hook of pyproject.toml puts into a wheel, and what it says of it."""
+    folder = tmp_path / "built"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "libllama.so").write_text("library")
+    tag = "py3-none-manylinux_2_17_x86_64"
+    env = {"SPARQ_WHEEL_LIBRARY": str(folder), "SPARQ_WHEEL_TAG": tag}
+    file = pack(paths.REPOSITORY, tmp_path / "dist", "wheel", env)
+    assert file.name.endswith(f"-{tag}.whl")
+    assert "pyorch/_built/lib/libllama.so" in contents(file)
+    with zipfile.ZipFile(file) as archive:
+        (about,) = (name for name in archive.namelist() if name.endswith("/WHEEL"))
+        assert "Root-Is-Purelib: false" in archive.read(about).decode()

@@ -1,6 +1,7 @@
 """Measures how fast this machine reads memory, and makes its caches forget.
 
-A few lines of C do the reading, compiled once with the compiler that the library needs anyway.
+A few lines of C do the reading, compiled once for this CPU. Where there is no compiler, those that
+came with the wheel do it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.models.memory import available_memory
-from pyorch.native import probe
+from pyorch.native import carried, probe
 
 BUFFER_BYTES = 256 << 20  # per thread; far above any cache
 LEAST_BYTES = 32 << 20  # per thread, the least if memory is short
@@ -37,8 +38,11 @@ def compiled(source: Path) -> ctypes.CDLL:
     """Compile a C file for this CPU. ctypes lets other threads run during a call.
 
     Raises:
-        SparqError: there is no compiler, or it refuses the file.
+        SparqError: there is no compiler, and the wheel has none of it; or it refuses the file.
     """
+    ready = carried.FOLDER / f"{source.stem}.so"
+    if ready.is_file() and not probe.find_compiler():
+        return ctypes.CDLL(str(ready))
     compiler = probe.need_compiler()
     command = [*shlex.split(compiler.cc), "-O3", "-march=native", "-shared", "-fPIC"]
     text = f"{compiler.version} {probe.cpu()[1]} {command}".encode() + source.read_bytes()

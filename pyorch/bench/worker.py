@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -203,9 +203,13 @@ class Subject:
 
 
 class Worker:
-    """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request."""
+    """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request.
 
-    def __init__(self, stock: bool = False) -> None:
+    Args:
+        env: variables that the process has beside ours.
+    """
+
+    def __init__(self, stock: bool = False, env: Mapping[str, str] | None = None) -> None:
         # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -214,6 +218,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env={**os.environ, **(env or {})},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -110,7 +110,7 @@ def _toolchain() -> tuple[Facts, Facts]:
 def _built() -> tuple[Facts, Facts]:
     """What is built and whether it works, and the features that failed when it was tried."""
     from pyorch import native
-    from pyorch.native import build, cuda, smoke
+    from pyorch.native import build, carried, cuda, smoke
 
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
     kinds += [build.Options(cuda=cuda.archs(None))] if cuda.nvcc() else []
@@ -123,8 +123,13 @@ def _built() -> tuple[Facts, Facts]:
             facts[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
             failed |= stamp["off"]
     try:
+        if (folder := carried.find()) and (stamp := build.read_stamp(folder)):
+            facts[carried.NAME] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
+            facts["variant"] = carried.about(stamp)
+            failed |= stamp["off"]
         used = native.find()
         if used:
+            facts["used"] = used.name
             facts["works"] = f"no: {fault}" if (fault := smoke.fault(used)) else "yes"
     except SparqError as error:
         facts["works"] = f"no: {error.message}"

@@ -23,8 +23,9 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     """The folder with libllama and the tools, built for the present inputs; None = not built.
 
     A build with CUDA is preferred where there is a device, and one for this CPU to a portable one,
-    which `sparq-cpp build --portable` makes. A build of another machine that SPARQ_LIBRARY names is
-    taken as it is.
+    which `sparq-cpp build --portable` makes. Where none was made, the library that came with the
+    wheel is unpacked to the cache. A build of another machine that SPARQ_LIBRARY names is taken as
+    it is.
 
     Args:
         stock: the same pin without our patches.
@@ -33,7 +34,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     Raises:
         SparqError: SPARQ_LIBRARY names no finished build, or one without these tools.
     """
-    from pyorch.native import build
+    from pyorch.native import build, carried
 
     if not stock and (given := build.from_environment()):
         if missing := [tool for tool in tools if not (given / tool).is_file()]:
@@ -43,13 +44,15 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
         return given
     usual = build.usual(stock)
     portable = replace(usual, portable=True)
+    found = None
     for options in (usual, portable, build.Options(stock), build.Options(stock, portable=True)):
-        found = build.find(options, tools)
-        if found is not None and build.has_bindings():
-            if usual.cuda and not options.cuda:
-                say("there is a CUDA device, but this build is for the CPU: run sparq-cpp build")
-            return found
-    return None
+        if build.has_bindings() and (found := build.find(options, tools)):
+            break
+    else:
+        found = None if stock else carried.find()
+    if found and usual.cuda and not options.cuda:
+        say("there is a CUDA device, but this build is for the CPU: run sparq-cpp build")
+    return found
 
 
 def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:

@@ -59,13 +59,19 @@ def working(options: Options) -> Options:
     return options
 
 
-def inputs(options: Options) -> dict[str, Any]:
-    """Everything that decides the result, except the compiler. Takes milliseconds."""
-    pin = source.read_pin()
+def sources(options: Options) -> dict[str, str]:
+    """What is compiled: hashes of the pin, of the patches and of ggml_ops/. Takes milliseconds."""
     return {
-        "pin": source.locate(pin).key,
+        "pin": source.locate(source.read_pin()).key,
         "patches": "" if options.stock else patches.digest(),
         "ops": source.digest_of(_ops_files(paths.data("ggml_ops"), options)),
+    }
+
+
+def inputs(options: Options) -> dict[str, Any]:
+    """Everything that decides the result, except the compiler. Takes milliseconds."""
+    return {
+        **sources(options),
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
@@ -156,7 +162,7 @@ def build(
     note = note or say
     probe.check_system()
     try:
-        return _build(options, tools, jobs or _default_jobs(), force, note)
+        return _build(options, tools, jobs or default_jobs(), force, note)
     except OSError as error:
         root = paths.cache()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -187,7 +193,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         tree = paths.cache() / "build" / _hash({k: v for k, v in want.items() if k != "ops"})
         if force:
             shutil.rmtree(tree, ignore_errors=True)
-        _prepare(tree, options, note)
+        prepare(tree, options, note)
         want |= _copied(tree, options, want)
         target = _target(options, want)
         chain = _without(chain, _read_off(tree))
@@ -200,7 +206,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
 
         def compiled(chain: cmake.Toolchain) -> None:
             with progress_bar("compiling", off_terminal=say) as progress:
-                cmake.compile_tree(tree, options, tools, jobs, chain, progress, lock)
+                cmake.compile_tree(tree, options, ("llama", *tools), jobs, chain, progress, lock)
 
         chain = _that_works(tree, chain, compiled, note)
         _publish(tree / "out" / "bin", target, tools, _stamp(want, chain.found))
@@ -292,11 +298,11 @@ def _complete(target: Path, tools: tuple[str, ...]) -> bool:
     return read_stamp(target) is not None and all((target / tool).is_file() for tool in tools)
 
 
-def _default_jobs() -> int:
+def default_jobs() -> int:
     return max(1, min(probe.cores(), probe.memory() >> 30))  # a compiler takes up to 1 GiB
 
 
-def _prepare(tree: Path, options: Options, note: Say) -> None:
+def prepare(tree: Path, options: Options, note: Say) -> None:
     """Fetch, unpack and patch the source; copy ggml_ops. No part ever appears incomplete."""
     pin = source.read_pin()
     where = source.locate(pin)

@@ -60,6 +60,7 @@ class Toolchain:
     compiler: probe.Compiler
     found: probe.Probe
     toolkit: cuda.Toolkit | None = None
+    more: tuple[tuple[str, str], ...] = ()  # further definitions for cmake, which win
 
     @property
     def env(self) -> dict[str, str]:
@@ -91,7 +92,7 @@ def toolchain(options: Options) -> Toolchain:
 def compile_tree(
     tree: Path,
     options: Options,
-    tools: tuple[str, ...],
+    targets: tuple[str, ...],
     jobs: int,
     chain: Toolchain,
     progress: Progress,
@@ -100,6 +101,7 @@ def compile_tree(
     """Configure and compile; all output goes to `build.log` in the work tree.
 
     Args:
+        targets: what to make: `llama`, and programs from `TOOLS`.
         jobs: how many compilers run at once.
         progress: called with (files compiled, total).
         lock: a descriptor that the compilers hold too. If this process is killed, no other enters
@@ -112,8 +114,8 @@ def compile_tree(
     ninja, out = tool("ninja"), str(tree / "out")
     configure = [tool("cmake"), "-S", str(tree / "src"), "-B", out, "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    configure += _definitions(tree, options, bool(tools), chain)
-    for argv in (configure, [ninja, "-C", out, "-j", str(jobs), "llama", *tools]):
+    configure += _definitions(tree, options, not set(TOOLS).isdisjoint(targets), chain)
+    for argv in (configure, [ninja, "-C", out, "-j", str(jobs), *targets]):
         _run(argv, chain.env, tree, progress, lock)
 
 
@@ -151,7 +153,7 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
     values["LLAMA_BUILD_NUMBER"] = "0"
     ours = "compilers/compilers.cmake" if options.stock else "attach.cmake"
     values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / ours)
-    return [f"-D{key}={value}" for key, value in values.items()]
+    return [f"-D{key}={value}" for key, value in (values | dict(chain.more)).items()]
 
 
 def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, lock: int) -> None:

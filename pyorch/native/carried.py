@@ -1,0 +1,134 @@
+"""The library that came with the wheel, in `pyorch/_built`; `pyorch/native/wheel.py` makes it.
+
+It has the backend of the CPU many times, once for each set of instructions. When the wheel is first
+used on a machine, the variant that llama.cpp gives the highest score goes to `lib/` of the cache,
+with the other libraries, the tools and the bindings: the same as after a build made here. Before
+that it is run (smoke.py), and one that does not work is passed over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pyorch import children, paths
+from pyorch.errors import SparqError
+from pyorch.native import build, probe, smoke
+from pyorch.progress import say
+
+FOLDER = paths.PACKAGE / "_built"
+NAME = "sparq-carried"
+_VARIANT = "libggml-cpu-"  # the beginning of their files' names
+_CPU = "libggml-cpu.so"  # the one that libggml loads
+
+
+def fits() -> bool:
+    """Whether a library came with the wheel, made of the sources that are asked for.
+
+    Another pin (SPARQ_LLAMA_PIN) or another source is not in it.
+    """
+    stamp = build.read_stamp(FOLDER)
+    return stamp is not None and stamp["inputs"] == build.sources(build.Options())
+
+
+def find() -> Path | None:
+    """The folder of the cache that has it for this machine, made if necessary; None if none came.
+
+    Raises:
+        SparqError: no variant works here, or the cache cannot be written.
+    """
+    if not fits():
+        return None
+    stamp: Any = build.read_stamp(FOLDER)
+    target = paths.cache() / "lib" / f"{NAME}-{stamp['stamp']}-{probe.cpu()[1]}"
+
+    def done() -> bool:
+        return build.read_stamp(target) is not None and build.has_bindings()
+
+    if not done():
+        with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):
+            if not done():
+                _unpack(stamp, target)
+    return target
+
+
+def about(stamp: dict[str, Any]) -> str:
+    """Which variant runs, and why, from the stamp of what `find` returns."""
+    better = len(stamp["off"])
+    others = ", ".join(stamp["ranked"][better + 1 :])
+    why = f"llama.cpp prefers it on this CPU to {others}" if others else "the only one for this CPU"
+    return f"{stamp['isa'][0]}: {why}" + f"; {better} before it did not work" * bool(better)
+
+
+def scores() -> dict[str, int]:
+    """What llama.cpp says of each variant for this CPU, the best first; it runs none that has 0.
+
+    Raises:
+        SparqError: they do not load.
+    """
+    done = children.run(children.python("pyorch.native.carried"))
+    if done.returncode:
+        said = children.reason(done)
+        raise SparqError(f"the library of the wheel does not load: {said}", "sparq-cpp build")
+    found: dict[str, int] = json.loads(done.stdout)
+    return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
+
+
+def _unpack(carried: dict[str, Any], target: Path) -> None:
+    """Copy what works here to the cache, whose lock is held."""
+    if not build.has_bindings():
+        bindings = build.bindings() / "llama_cpp.partial"
+        shutil.rmtree(bindings, ignore_errors=True)
+        shutil.copytree(FOLDER / "python" / "llama_cpp", bindings)
+        bindings.rename(bindings.with_suffix(""))
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in (FOLDER / "lib").iterdir():
+        if not file.name.startswith(_VARIANT):
+            _copy(file, partial / file.name)
+    ranked = [name for name, score in scores().items() if score]
+    off: dict[str, str] = {}
+    for name in ranked:
+        _copy(FOLDER / "lib" / f"{_VARIANT}{name}.so", partial / _CPU)
+        try:
+            fault: object = smoke.fault(partial)
+        except SparqError as error:
+            fault = error.message
+        if not fault:
+            stamp = carried | {"time": time.time(), "off": off, "isa": [name], "ranked": ranked}
+            stamp["inputs"] |= {"options": NAME, "compiler": carried["compiler"]}
+            (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            return
+        off[name] = f"it does not work here: {fault}"
+        say(f"the wheel's library for {name} is not used: {off[name]}")
+    raise SparqError(
+        f"none of the wheel's libraries works on this CPU: {', '.join(ranked) or 'it is too old'}",
+        "sparq-cpp build makes one that does, with a compiler",
+    )
+
+
+def _copy(file: Path, to: Path) -> None:
+    """A wheel need not keep who may run a file."""
+    shutil.copyfile(file, to)
+    to.chmod(0o755)
+
+
+def main() -> None:
+    """Print the scores. A process of its own, since each variant that is asked stays loaded."""
+    found = {}
+    for file in (FOLDER / "lib").glob(f"{_VARIANT}*"):
+        library = ctypes.CDLL(str(file))
+        found[file.stem.removeprefix(_VARIANT)] = int(library.ggml_backend_score())
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Makes wheels that need no compiler where they are installed: `make wheels`.
+
+python -m pyorch.native.wheel dist               # all of `TARGETS`
+python -m pyorch.native.wheel dist linux-x86_64  # one
+
+A wheel is the package of Python and, in `pyorch/_built`, what a native build puts into the cache:
+the libraries, the tools and the bindings. Only the backend of the CPU is there many times, once for
+each set of instructions (llama.cpp's GGML_CPU_ALL_VARIANTS); `pyorch/native/carried.py` takes the
+best that works when the wheel is first used.
+
+The compiler is the Clang of the package `ziglang`, which links for any version of glibc. Its C++
+library would be linked into each of our libraries by itself, and an exception that one of them
+throws would not be caught in another, since each had types of its own. So we compile one shared
+library from the sources that come with it. Its symbols have a version, so that a process may have
+GNU's C++ library too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from pyorch import __version__, children, paths
+from pyorch.errors import SparqError
+from pyorch.native import build, cmake, probe, source
+from pyorch.progress import progress_bar, say
+
+CXX_LIBRARY = "libc++.so"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of machine, and what its wheel is for."""
+
+    zig: str  # with the oldest glibc on which it runs
+    tag: str
+    processor: str
+    variants: tuple[str, ...]  # of llama.cpp's, from its ggml/src/CMakeLists.txt
+
+
+TARGETS = {
+    "linux-x86_64": Target(
+        "x86_64-linux-gnu.2.17",
+        "py3-none-manylinux_2_17_x86_64",
+        "x86_64",
+        # llama.cpp has five more, for few machines; each takes minutes, and 1 MB of the wheel
+        ("x64", "sandybridge", "haswell", "alderlake")
+        + ("skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids"),
+    ),
+}
+
+
+def main() -> None:
+    """Make the wheels that the command line names; all of them if it names none."""
+    into, *names = sys.argv[1:]
+    for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # they would make another wheel
+        os.environ.pop(name, None)
+    try:
+        for name in names or TARGETS:
+            print(make(name, paths.expanded(into).absolute()))
+    except metadata.PackageNotFoundError as error:
+        sys.exit(f"error: {error.name} is not installed\nhint: make wheels installs it")
+    except SparqError as error:
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")
+
+
+def make(name: str, into: Path) -> Path:
+    """Make one wheel in the folder `into`. Returns its file.
+
+    Raises:
+        SparqError: something did not compile.
+    """
+    target = TARGETS[name]
+    options = build.Options(portable=True)
+    made_of = build.sources(options)
+    version = metadata.version("ziglang")
+    key = json.dumps([made_of["pin"], made_of["patches"], target.zig, version]).encode()
+    root = paths.cache() / "wheels" / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
+    for old in set(root.parent.glob(f"{name}-*")) - {root}:
+        shutil.rmtree(old)
+    # not the lock of the cache, which would keep every other build waiting
+    with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
+        zig = Zig(target, root)
+        if not (root / CXX_LIBRARY).exists():
+            say(f"{name}: the C++ library of {zig.version}")
+            zig.make_cxx_library()
+        bin_of = {}
+        every = tuple(f"ggml-cpu-{variant}" for variant in target.variants)
+        for part, targets, more in (
+            ("all", ("llama", *build.TOOLS), {}),
+            ("cpu", every, {"GGML_BACKEND_DL": "ON", "GGML_CPU_ALL_VARIANTS": "ON"}),
+        ):
+            say(f"{name}: {', '.join(targets)}")
+            tree = root / part
+            build.prepare(tree, options, say)
+            chain = zig.toolchain(tree, more)
+            with progress_bar("compiling", off_terminal=say) as bar:
+                cmake.compile_tree(tree, options, targets, build.default_jobs(), chain, bar, lock)
+            bin_of[part] = tree / "out" / "bin"
+        built = root / "built"
+        shutil.rmtree(built, ignore_errors=True)
+        (built / "lib").mkdir(parents=True)
+        files = [*bin_of["all"].glob("lib*.so"), *(bin_of["all"] / tool for tool in build.TOOLS)]
+        files += [*(bin_of["cpu"] / f"lib{name}.so" for name in every), root / CXX_LIBRARY]
+        for file in files:
+            if file.name != "libggml-cpu.so":
+                shutil.copy(file, built / "lib")
+        read = paths.PACKAGE / "bench" / "read.c"
+        zig.run(["cc", "-O3", "-s", "-shared", "-fPIC", str(read), "-o", str(built / "read.so")])
+        pin = source.read_pin()
+        where, licenses = source.locate(pin), built / "licenses"
+        source.unpack(where, "llama_cpp", built / "python" / "llama_cpp")
+        source.unpack(where, "", licenses / "llama_cpp", only=("LICENSE.md",))
+        for name, tree in {"llama.cpp": root / "all" / "src", "zig": zig.folder}.items():
+            for file in (f for f in tree.rglob("LICENSE*") if f.is_file()):
+                copy = licenses / name / file.relative_to(tree)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, copy)
+        stamp = {
+            "stamp": source.digest_of({str(f.relative_to(built)): f for f in _files(built)})[:12],
+            "inputs": made_of,
+            "pin": f"{pin.package} {pin.version}",
+            "compiler": zig.version,
+        }
+        (built / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
+        return _pack(built, target, into)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (file for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+def _pack(built: Path, target: Target, into: Path) -> Path:
+    """The wheel of the clone with what was built in it (hatch_build.py)."""
+    env = {**os.environ, "SPARQ_WHEEL_LIBRARY": str(built), "SPARQ_WHEEL_TAG": target.tag}
+    argv = [*children.python("hatchling"), "build", "-t", "wheel", "-d", str(into)]
+    done = children.run(argv, env=env, cwd=paths.REPOSITORY)
+    if done.returncode:
+        raise SparqError(f"hatchling failed: {children.reason(done)}", "look at hatch_build.py")
+    return into / f"sparq_cpp-{__version__}-{target.tag}.whl"
+
+
+class Zig:
+    """The compiler for one target, and the C++ library that all of ours share."""
+
+    def __init__(self, target: Target, root: Path) -> None:
+        import ziglang
+
+        self.version = f"ziglang {metadata.version('ziglang')}"
+        self.target, self.root = target, root
+        self.folder = Path(ziglang.__file__).parent
+        os.environ["ZIG_GLOBAL_CACHE_DIR"] = os.environ["ZIG_LOCAL_CACHE_DIR"] = str(root / "zig")
+
+    def make_cxx_library(self) -> None:
+        """Compile `libc++.so` from libc++, libc++abi and libunwind, as LLVM's own build does."""
+        objects = self.root / "libc++"
+        objects.mkdir(parents=True, exist_ok=True)
+        lib = self.folder / "lib"
+        cxx, abi, unwind = (lib / name / "src" for name in ("libcxx", "libcxxabi", "libunwind"))
+        ours = ["-std=c++23", "-D_LIBCPP_BUILDING_LIBRARY", f"-I{cxx}"]
+        plain = ["-D_LIBUNWIND_IS_NATIVE_ONLY", f"-I{unwind.parent / 'include'}"]
+        libc = f"-I{cxx.parent / 'libc'}"
+        jobs = [
+            ("c++", [*cxx.glob("*.cpp"), *cxx.glob("filesystem/*.cpp"), *cxx.glob("ryu/*.cpp")],
+             [*ours, "-DLIBCXX_BUILDING_LIBCXXABI", "-DLIBC_NAMESPACE=__llvm_libc", libc]),
+            ("c++", set(abi.glob("*.cpp")) - {abi / "cxa_noexception.cpp"},
+             [*ours, "-D_LIBCXXABI_BUILDING_LIBRARY", f"-I{abi}"]),
+            ("c++", [unwind / "libunwind.cpp"], [*plain, "-fno-exceptions", "-fno-rtti"]),
+            ("cc", [*unwind.glob("UnwindLevel1*.c"), *unwind.glob("UnwindRegisters*.S")],
+             [*plain, "-fexceptions"]),
+        ]  # fmt: skip
+        flags = ["-O2", "-fPIC", "-DNDEBUG", "-funwind-tables", "-w", *self._same_names(lib)]
+        todo = [
+            ([driver, *flags, *more, "-c", str(file)], objects / f"{file.parts[-3]}-{file.stem}.o")
+            for driver, files, more in jobs
+            for file in sorted(files)
+        ]
+        with ThreadPoolExecutor(build.default_jobs()) as pool:
+            list(pool.map(lambda job: self.run([*job[0], "-o", str(job[1])]), todo))
+        versions = objects / "versions.map"
+        versions.write_text("SPARQ_1 { *; };\n", "utf-8")
+        argv = ["cc", "-shared", "-s", "-nostdlib++", f"-Wl,-soname,{CXX_LIBRARY}"]
+        argv += [f"-Wl,--version-script={versions}", *(str(file) for _, file in todo)]
+        self.run([*argv, "-o", str(self.root / CXX_LIBRARY)])
+
+    def toolchain(self, tree: Path, more: dict[str, str]) -> cmake.Toolchain:
+        """The tools as cmake wants them: a program each, without arguments."""
+        programs = {}
+        zig = f"'{self.folder / 'zig'}'"
+        target = f"-target {self.target.zig}"
+        for name, lines in {
+            "cc": [f'exec {zig} cc {target} "$@"'],
+            # what is linked as C++ by Zig has a C++ library of its own
+            "c++": [
+                f'case " $* " in *" -c "*) exec {zig} c++ {target} "$@" ;; esac',
+                f"exec {zig} cc {target} \"$@\" '{self.root / CXX_LIBRARY}'",
+            ],
+            "ar": [f'exec {zig} ar "$@"'],
+            "ranlib": [f'exec {zig} ranlib "$@"'],
+        }.items():
+            program = programs[name] = self.root / name
+            program.write_text("\n".join(["#!/bin/sh", *lines, ""]), "utf-8")
+            program.chmod(0o755)
+        definitions = {
+            "CMAKE_SYSTEM_NAME": "Linux",
+            "CMAKE_SYSTEM_PROCESSOR": self.target.processor,
+            "CMAKE_AR": str(programs["ar"]),
+            "CMAKE_RANLIB": str(programs["ranlib"]),
+            "CMAKE_PLATFORM_NO_VERSIONED_SONAME": "ON",  # a wheel cannot hold links
+            **{f"CMAKE_{kind}_LINKER_FLAGS": "-s" for kind in ("EXE", "SHARED", "MODULE")},
+            **more,
+        }
+        compiler = probe.Compiler(str(programs["cc"]), str(programs["c++"]), self.version)
+        # Zig compiles with -O2 and for a debugger, whatever cmake says
+        flags = ("-Xclang", "-O3", "-g0", "-fomit-frame-pointer", *self._same_names(tree))
+        return cmake.Toolchain(
+            compiler, probe.Probe((), flags, {}, openmp=False), more=tuple(definitions.items())
+        )
+
+    def _same_names(self, tree: Path) -> list[str]:
+        """Options with which no path of this machine gets into what is compiled."""
+        return [f"-ffile-prefix-map={tree}=.", f"-ffile-prefix-map={self.folder}=zig"]
+
+    def run(self, argv: list[str]) -> None:
+        """Compile or link: `cc` or `c++`, and its arguments.
+
+        Raises:
+            SparqError: it failed.
+        """
+        driver, *rest = argv
+        full = [str(self.folder / "zig"), driver, "-target", self.target.zig, *rest]
+        done = children.run(full)
+        if done.returncode:
+            raise SparqError(f"{argv[-1]}: {children.reason(done)}", "another version of ziglang?")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The library that came with the wheel: which variant of it is used, and when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyorch import native
+from pyorch.bench import gain
+from pyorch.errors import SparqError
+from pyorch.native import build, carried, probe, smoke
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+RANKED = {"zen4": 99, "haswell": 12, "x64": 1, "sapphirerapids": 0}
+
+
+@pytest.fixture
+def wheel(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel with four variants, of which this CPU can run three, and no compiler."""
+    folder = world / "_built"
+    files = {f"lib/libggml-cpu-{name}.so": name for name in RANKED}
+    files |= {"lib/libllama.so": "llama", "lib/llama-server": "tool"}
+    files |= {"python/llama_cpp/__init__.py": ""}
+    stamp = {"stamp": "abc", "inputs": build.sources(build.Options()), "pin": "p", "compiler": "c"}
+    for name, text in {**files, "stamp.json": json.dumps(stamp)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.setattr(carried, "FOLDER", folder)
+    monkeypatch.setattr(carried, "scores", lambda: RANKED)
+    monkeypatch.setattr(probe, "find_compiler", lambda: None)
+    monkeypatch.setenv("SPARQ_CUDA", "0")
+    monkeypatch.delenv("SPARQ_LIBRARY", raising=False)
+    return folder
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Let these variants not work. Returns a list to which each that is tried is added."""
+    tried: list[str] = []
+
+    def fault(folder: Path) -> smoke.Fault | None:
+        tried.append((folder / "libggml-cpu.so").read_text())
+        if tried[-1] not in names:
+            return None
+        if tried[-1] == "haswell":
+            raise SparqError("it does not load")
+        return smoke.Fault("multiplying", "CPU", "was ended by SIGILL (illegal instruction)")
+
+    monkeypatch.setattr(smoke, "fault", fault)
+    return tried
+
+
+def test_the_best_variant_is_tried_once_and_used(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = fails(monkeypatch)
+    native.check_compiler(("llama-server",))  # none is needed
+    folder = native.built()
+    assert native.find(tools=("llama-server",)) == native.lib_dir() == folder
+    assert tried == ["zen4"]
+    files = {file.name: file.read_text() for file in folder.iterdir()}
+    stamp = json.loads(files.pop("stamp.json"))
+    assert files == {"libllama.so": "llama", "llama-server": "tool", "libggml-cpu.so": "zen4"}
+    assert (folder / "llama-server").stat().st_mode & 0o777 == 0o755
+    assert (build.bindings() / "llama_cpp" / "__init__.py").is_file()
+    assert (stamp["isa"], stamp["off"], stamp["stamp"]) == (["zen4"], {}, "abc")
+    assert carried.about(stamp) == "zen4: llama.cpp prefers it on this CPU to haswell, x64"
+
+
+def test_what_does_not_work_is_passed_over(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = fails(monkeypatch, "zen4", "haswell")
+    folder = native.built()
+    assert tried == ["zen4", "haswell", "x64"]
+    assert (folder / "libggml-cpu.so").read_text() == "x64"
+    stamp = json.loads((folder / "stamp.json").read_text())
+    assert stamp["off"] == {
+        "zen4": "it does not work here: multiplying was ended by SIGILL (illegal instruction)",
+        "haswell": "it does not work here: it does not load",
+    }
+    assert carried.about(stamp) == "x64: the only one for this CPU; 2 before it did not work"
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "library for zen4 is not used: it does not work here" in said[0]
+
+
+def test_none_works(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(monkeypatch, *RANKED)
+    with pytest.raises(SparqError, match="on this CPU: zen4, haswell, x64") as error:
+        native.find()
+    assert "sparq-cpp build" in error.value.hint
+    monkeypatch.setattr(carried, "scores", lambda: {"zen4": 0})
+    with pytest.raises(SparqError, match="works on this CPU: it is too old"):
+        native.find()
+    assert not build.finished()
+
+
+def test_another_cpu_or_another_wheel_is_tried_again(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = fails(monkeypatch)
+    first = native.built()
+    monkeypatch.setattr(probe, "cpu", lambda: ("another", "0123456789ab"))
+    second = native.built()
+    assert tried == ["zen4", "zen4"] and second != first
+
+
+def test_only_the_sources_that_were_asked_for(wheel: Path, world: Path) -> None:
+    assert carried.fits()
+    (world / "ggml_ops" / "op.c").write_text("int edited;\n")
+    assert not carried.fits() and native.find() is None
+    assert native.find(stock=True) is None
+
+
+def test_a_build_made_here_is_preferred(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails(monkeypatch)
+    assert native.built().name.startswith("sparq-carried")
+    monkeypatch.setattr(smoke, "fault", lambda folder: None)
+    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
+    made = build.build(build.Options())
+    assert native.find() == made
+    found = native.find(tools=("llama-server",))  # that build has no tools
+    assert found and found.name.startswith("sparq-carried")
+
+
+def test_a_build_is_measured_beside_the_wheel(
+    run: Run, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
+    measured: list[tuple[Path, Path]] = []
+
+    def measure(here: Path, with_wheel: Path) -> dict[str, float]:
+        measured.append((here, with_wheel))
+        return {"prompts": 1.234, "replies": 0.99}
+
+    monkeypatch.setattr(gain, "gain", measure)
+    code, out, err = run("build")
+    assert code == 0
+    assert err.endswith("it reads prompts 1.23 times as fast, and decodes 0.99 times as fast\n")
+    assert measured == [(Path(out.strip()), carried.find())]
+    assert run("build").err == "" and len(measured) == 1  # only what was new
+
+
+def test_without_a_wheel_nothing_changes(world: Path) -> None:
+    assert not carried.fits() and carried.find() is None
