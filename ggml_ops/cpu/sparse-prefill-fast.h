@@ -130,10 +130,34 @@ static SPARQ_INLINE void for_columns(int c0, int d, const F & f) {
     }
 }
 
-// BLOCK_KV rows of K of any type, nb bytes apart, become those of kv_bytes: they are read twice, and nothing is written but the result. Prefetches the
-// rows that lie `ahead` bytes behind, unless it is 0. False: something is not finite, and the result is none
+// Rows of K and V that are prefetched a few at a time, while products are made: their bytes then arrive behind the arithmetic
+struct rows_ahead {
+    const char * k, * v; // the next ones
+    size_t nb_k, nb_v, size_k, size_v;
+    int n, n_step; // how many are left, and how many at a time
+
+    // how often attend_bytes() asks for some
+#if defined(SPARQ_PREFILL_BF16)
+    static int n_asked(int d_v) { return (BLOCK_KV + d_v)/ROWS_TOGETHER; }
+#else
+    static int n_asked(int) { return BLOCK_KV/ROWS_TOGETHER; }
+#endif
+
+    // Always inlined, see prefetch_bytes()
+    SPARQ_INLINE void step() {
+        for (int i = std::min(n, n_step); i > 0; --i, --n) {
+            prefetch_bytes(k, size_k);
+            prefetch_bytes(v, size_v);
+            k = address_ahead(k, nb_k);
+            v = address_ahead(v, nb_v);
+        }
+    }
+};
+
+// BLOCK_KV rows of K of any type, nb bytes apart, become those of kv_bytes: they are read twice, and nothing is written but the result. False: something
+// is not finite, and the result is none
 template <int D, typename T>
-static SPARQ_NOINLINE bool make_k_bytes_d(const char * k, size_t nb, int64_t ahead, int any_d, const kv_bytes & to) {
+static SPARQ_NOINLINE bool make_k_bytes_d(const char * k, size_t nb, int any_d, const kv_bytes & to) {
     const int d = D > 0 ? D : any_d;
     vf zero = set1(0.0f);
     for (int c0 = 0; c0 < d; c0 += N_COLUMN*W) {
@@ -141,9 +165,6 @@ static SPARQ_NOINLINE bool make_k_bytes_d(const char * k, size_t nb, int64_t ahe
         for_columns(c0, d, [&](int i, int, int) { sum[i] = set1(0.0f); });
         for (int j = 0; j < BLOCK_KV; ++j) {
             const char * row = k + j*nb;
-            if (ahead && c0 == 0) {
-                prefetch_bytes(address_ahead(row, ahead), row_bytes<T>(d));
-            }
             for_columns(c0, d, [&](int i, int c, int n) { sum[i] = add(sum[i], vector_of<T>(row, c, n)); });
         }
         for_columns(c0, d, [&](int i, int c, int n) {
@@ -179,15 +200,15 @@ static SPARQ_NOINLINE bool make_k_bytes_d(const char * k, size_t nb, int64_t ahe
 }
 
 template <typename T>
-static bool make_k_bytes(const char * k, size_t nb, int64_t ahead, int d, const kv_bytes & to) {
+static bool make_k_bytes(const char * k, size_t nb, int d, const kv_bytes & to) {
     bool res = false;
-    with_known_size(d, [&](auto D) { res = make_k_bytes_d<D(), T>(k, nb, ahead, d, to); });
+    with_known_size(d, [&](auto D) { res = make_k_bytes_d<D(), T>(k, nb, d, to); });
     return res;
 }
 
 // The same with V. plain [BLOCK_KV][d]: V as f32 where bf16 cannot be multiplied
 template <int D, typename T>
-static SPARQ_NOINLINE bool make_v_pairs_d(const char * v, size_t nb, int64_t ahead, int any_d, const kv_bytes & to, float * plain) {
+static SPARQ_NOINLINE bool make_v_pairs_d(const char * v, size_t nb, int any_d, const kv_bytes & to, float * plain) {
     const int d = D > 0 ? D : any_d;
     vf zero = set1(0.0f);
     for (int c0 = 0; c0 < d; c0 += N_COLUMN*W) {
@@ -195,10 +216,6 @@ static SPARQ_NOINLINE bool make_v_pairs_d(const char * v, size_t nb, int64_t ahe
         for_columns(c0, d, [&](int i, int, int) { zeros[i] = set1(0.0f); });
         for (int j = 0; j < BLOCK_KV; j += 2) {
             const char * row = v + j*nb;
-            if (ahead && c0 == 0) {
-                prefetch_bytes(address_ahead(row, ahead), row_bytes<T>(d));
-                prefetch_bytes(address_ahead(row + nb, ahead), row_bytes<T>(d));
-            }
             for_columns(c0, d, [&](int i, int c, int n) {
                 const vf a = vector_of<T>(row, c, n), b = vector_of<T>(row + nb, c, n);
                 zeros[i] = fma(add(a, b), set1(0.0f), zeros[i]);
@@ -218,9 +235,9 @@ static SPARQ_NOINLINE bool make_v_pairs_d(const char * v, size_t nb, int64_t ahe
 }
 
 template <typename T>
-static bool make_v_pairs(const char * v, size_t nb, int64_t ahead, int d, const kv_bytes & to, float * plain) {
+static bool make_v_pairs(const char * v, size_t nb, int d, const kv_bytes & to, float * plain) {
     bool res = false;
-    with_known_size(d, [&](auto D) { res = make_v_pairs_d<D(), T>(v, nb, ahead, d, to, plain); });
+    with_known_size(d, [&](auto D) { res = make_v_pairs_d<D(), T>(v, nb, d, to, plain); });
     return res;
 }
 
@@ -345,7 +362,7 @@ static SPARQ_NOINLINE void add_values(float * acc, const float * f, const uint32
 // that sees none of them, else 0; s [BLOCK_KV][BLOCK_Q] and p [BLOCK_KV/2][BLOCK_Q] are scratch
 template <int V>
 static inline void attend_bytes_v(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, const float * v, int d_v,
-        const float * hides, float softcap, float * s, uint32_t * p) {
+        const float * hides, float softcap, float * s, uint32_t * p, rows_ahead & ahead) {
     float f[BLOCK_Q], about[BLOCK_Q];
     mul_add_block<1, V, false>(about, nullptr, kv.mean, 0, 1, x.q, d_k, nullptr);
     if (softcap <= 0.0f) {
@@ -353,7 +370,10 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
             store(about + i*W, add(load(about + i*W), load(hides + i*W)));
         }
     }
-    for_blocks<ROWS_TOGETHER>(BLOCK_KV, [&](auto N, int j) { score_bytes<N(), V>(s, q, kv, d_k, j, about); });
+    for_blocks<ROWS_TOGETHER>(BLOCK_KV, [&](auto N, int j) {
+        ahead.step();
+        score_bytes<N(), V>(s, q, kv, d_k, j, about);
+    });
     for (int j = 0; j < BLOCK_KV && softcap > 0.0f; ++j) {
         for (int i = 0; i < V; ++i) {
             float * y = s + j*BLOCK_Q + i*W;
@@ -363,7 +383,10 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
 #if defined(SPARQ_PREFILL_BF16)
     GGML_UNUSED(v);
     softmax_pairs<V>(x, s, p, f);
-    for_blocks<ROWS_TOGETHER>(d_v, [&](auto N, int c) { add_values<N(), V>(x.acc + c*BLOCK_Q, f, kv.v + c, d_v, p); });
+    for_blocks<ROWS_TOGETHER>(d_v, [&](auto N, int c) {
+        ahead.step();
+        add_values<N(), V>(x.acc + c*BLOCK_Q, f, kv.v + c, d_v, p);
+    });
 #else
     GGML_UNUSED(p);
     softmax_block<V>(x, s, f, nullptr, BLOCK_KV, 0.0f);
@@ -372,8 +395,8 @@ static inline void attend_bytes_v(const query_block & x, const query_bytes & q, 
 }
 
 static inline void attend_bytes(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, const float * v, int d_v,
-        const float * hides, float softcap, float * s, uint32_t * p) {
-    with_vectors(x.n, [&](auto V) { attend_bytes_v<V()>(x, q, kv, d_k, v, d_v, hides, softcap, s, p); });
+        const float * hides, float softcap, float * s, uint32_t * p, rows_ahead & ahead) {
+    with_vectors(x.n, [&](auto V) { attend_bytes_v<V()>(x, q, kv, d_k, v, d_v, hides, softcap, s, p, ahead); });
 }
 
 #endif

@@ -60,18 +60,23 @@ void end_block(const prefill_src & a, const query_block & x, const prefill_unit 
 #if defined(SPARQ_PREFILL_FAST)
 // w.kv = the block of positions from t on; false: K or V is not finite
 bool make_bytes(const prefill_src & a, const prefill_work & w, int64_t h, int64_t s, int64_t t) {
-    const size_t nb_k = a.k->nb[2], nb_v = a.v->nb[2];
-    return a.make_k(at(a.k, h, t, s), nb_k, BLOCK_KV*nb_k, a.d_k, w.kv) && a.make_v(at(a.v, h, t, s), nb_v, BLOCK_KV*nb_v, a.d_v, w.kv, w.v);
+    return a.make_k(at(a.k, h, t, s), a.k->nb[2], a.d_k, w.kv) && a.make_v(at(a.v, h, t, s), a.v->nb[2], a.d_v, w.kv, w.v);
 }
 
 // the same from w.k and w.v
 bool make_bytes(const prefill_src & a, const prefill_work & w) {
-    return make_k_bytes<float>((const char *) w.k, a.d_k*sizeof(float), 0, a.d_k, w.kv) &&
-            make_v_pairs<float>((const char *) w.v, a.d_v*sizeof(float), 0, a.d_v, w.kv, w.v);
+    return make_k_bytes<float>((const char *) w.k, a.d_k*sizeof(float), a.d_k, w.kv) &&
+            make_v_pairs<float>((const char *) w.v, a.d_v*sizeof(float), a.d_v, w.kv, w.v);
 }
 
-// adds the block of positions in w.kv to the attention of the queries that see all of it. Without kind all do
-void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & u, const uint8_t * kind) {
+// Adds the block of positions in w.kv, which begins at t, to the attention of the queries that see all of it. Without kind all do, and the next block is
+// not the next in memory
+void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & u, int64_t t, const uint8_t * kind) {
+    const int64_t h = a.head_kv(u.set), next = t + BLOCK_KV, n_step = ceil_div(BLOCK_KV, u.n_block()*rows_ahead::n_asked(a.d_v));
+    rows_ahead ahead = {
+        at(a.k, h, t, u.s) + BLOCK_KV*a.k->nb[2], at(a.v, h, t, u.s) + BLOCK_KV*a.v->nb[2], a.k->nb[2], a.v->nb[2], row_size(a.k), row_size(a.v),
+        kind ? (int) std::clamp<int64_t>(a.n_kv - next, 0, BLOCK_KV) : 0, (int) n_step,
+    };
     int64_t n = 0;
     for (int64_t j = 0; j < u.n_block(); ++j) {
         float hides[BLOCK_Q] = {};
@@ -82,7 +87,7 @@ void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & 
             n_sees += sees;
         }
         if (n_sees > 0) {
-            attend_bytes(w.block[j], w.bytes[j], w.kv, a.d_k, w.v, a.d_v, hides, a.p.softcap, w.s, w.p);
+            attend_bytes(w.block[j], w.bytes[j], w.kv, a.d_k, w.v, a.d_v, hides, a.p.softcap, w.s, w.p, ahead);
         }
         n += n_sees;
     }
@@ -93,7 +98,7 @@ void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & 
 #else
 bool make_bytes(const prefill_src &, const prefill_work &, int64_t, int64_t, int64_t) { return false; }
 bool make_bytes(const prefill_src &, const prefill_work &) { return false; }
-void prefill_fast(const prefill_src &, prefill_work &, const prefill_unit &, const uint8_t *) {}
+void prefill_fast(const prefill_src &, prefill_work &, const prefill_unit &, int64_t, const uint8_t *) {}
 #endif
 
 // does the mask do x to all the tokens [lo, hi)? kind: of the block of positions
@@ -286,7 +291,7 @@ void attend_positions(const prefill_src & a, prefill_work & w, const prefill_uni
         attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
     }
     if (fast) {
-        prefill_fast(a, w, u, kind);
+        prefill_fast(a, w, u, t, kind);
     }
 }
 
