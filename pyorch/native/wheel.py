@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -256,8 +257,10 @@ class Zig:
     def toolchain(self, tree: Path, more: dict[str, str]) -> cmake.Toolchain:
         """The tools as cmake wants them: a program each, without arguments."""
         programs = {}
-        zig = f"'{self.folder / 'zig'}'"
-        target = f"-target {self.target.zig}"
+        zig = shlex.quote(str(self.folder / "zig"))
+        library = shlex.quote(str(self.root / self.target.cxx_library))
+        # here, where a path may have spaces, which it may not in CFLAGS
+        target = shlex.join(["-target", self.target.zig, *self._same_names(tree)])
         translated = [
             "for arg do shift; case $arg in",
             f"-march=armv*) arg=$(echo \"$arg\" | sed -E '{_ARM}');;",
@@ -270,7 +273,7 @@ class Zig:
             "c++": [
                 *translated,
                 f'case " $* " in *" -c "*) exec {zig} c++ {target} "$@" ;; esac',
-                f"exec {zig} cc {target} \"$@\" '{self.root / self.target.cxx_library}'",
+                f'exec {zig} cc {target} "$@" {library}',
             ],
             "ar": [f'exec {zig} ar "$@"'],
             "ranlib": [f'exec {zig} ranlib "$@"'],
@@ -291,8 +294,7 @@ class Zig:
         }
         compiler = probe.Compiler(str(programs["cc"]), str(programs["c++"]), self.version)
         # Zig compiles with -O2 and for a debugger, whatever cmake says
-        flags = ("-Xclang", "-O3", "-g0", "-fomit-frame-pointer", *self._same_names(tree))
-        flags += self.target.system.flags
+        flags = ("-Xclang", "-O3", "-g0", "-fomit-frame-pointer", *self.target.system.flags)
         return cmake.Toolchain(
             compiler, probe.Probe((), flags, {}, openmp=False), more=tuple(definitions.items())
         )

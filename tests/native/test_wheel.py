@@ -27,7 +27,8 @@ def test_llama_cpp_has_the_variants(target: wheel.Target, unpacked: Callable[[st
 @pytest.fixture
 def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the compilers of a wheel for macOS, on a Zig that prints what it was asked."""
-    (folder := tmp_path / "zig").mkdir()
+    tmp_path = tmp_path / "it's a folder"
+    (folder := tmp_path / "zig").mkdir(parents=True)
     (folder / "zig").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (folder / "zig").chmod(0o755)
     monkeypatch.setitem(sys.modules, "ziglang", SimpleNamespace(__file__=str(folder / "x.py")))
@@ -39,11 +40,13 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(compiler: Path, *argv: str) -> list[str]:
-    """The words that Zig gets, without its own command and its target."""
+    """What Zig is to do, without the target and the folders that it is not to name."""
     done = subprocess.run([compiler, *argv], capture_output=True, text=True, check=True)
     driver, option, target, *rest = done.stdout.splitlines()
     assert (option, target) == ("-target", "aarch64-macos.11.0")
-    return [driver, *rest]
+    hidden = [f"-ffile-prefix-map={compiler.parent}{of}" for of in ("=.", "/zig=zig")]
+    assert rest[:2] == hidden
+    return [driver, *rest[2:]]
 
 
 @pytest.mark.parametrize(
