@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import pyorch
 from pyorch import paths
 
 pytestmark = pytest.mark.skipif(not paths.in_checkout(), reason="there is nothing to pack here")
@@ -77,6 +78,11 @@ def test_the_sdist_makes_the_same_wheel_and_leaves_the_records_out(
         archive.extractall(tmp_path)
     (folder,) = tmp_path.iterdir()
     assert contents(pack(folder, tmp_path / "dist", "wheel")) == contents(wheel)
+
+
+def test_a_citation_names_the_present_version() -> None:
+    lines = (paths.REPOSITORY / "CITATION.cff").read_text("utf-8").splitlines()
+    assert f"version: {pyorch.__version__}" in lines
 
 
 def works(python: Path, cwd: Path, env: dict[str, str] | None = None) -> None:

@@ -79,5 +79,6 @@ step in-memory-part 100 "$python" -m bench gpu_in_memory --card 24
 # threads that wait for the device's part of a layer without sleeping; its records are not those of the case
 step in-memory-spin 100 env GOMP_SPINCOUNT=1000000 "$python" -m bench gpu_in_memory -fa 1 -a sparq,ratio=1/32,gpu_min_mb=0 --out gpu-all.spin
 step in-memory-long 170 "$python" -m bench gpu_in_memory -d 524288 -ct q8_0 -a sparq,ratio=1/32,gpu_min_mb=0
+step cores 300 "$python" -m bench gpu_in_memory -ngl 0 --layers 4 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1 --out gpu-all.cores
 step figures 300 "$python" -m bench draw gpu_attention gpu_end_to_end
 exit $failed

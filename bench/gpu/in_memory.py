@@ -3,12 +3,14 @@
     python -m bench gpu_in_memory                 # Llama-3-8B's geometry, 131,072
     python -m bench gpu_in_memory -d 524288 -ct q8_0 -a sparq,ratio=1/32
     python -m bench gpu_in_memory --card 24       # as a card of 24 GiB would hold
+    python -m bench gpu_in_memory -ngl 0 --layers 4 -d 32768 -t 1,2,4,8,16   # cores alone
 
 The model is synthetic, K and V are random. llama.cpp's attention is that of our library: `off`, its
 own code, with -fa 1 and, where V can be transposed, -fa 0 in a context of its own. With --card the
 GPU takes K and V of as many layers as fit a card of that size beside the weights, and llama.cpp's
-is left out, since it has no such placement. The last row is a batch of a prompt after so many
-positions. Each result is told when it is there: what kills a run takes none of them along.
+is left out, since it has no such placement. With -ngl 0 weights are in memory too, and no device is
+needed. The last row of a number of threads is a batch of a prompt after so many positions. Each
+result is told when it is there: what kills a run takes none of them along.
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 import numpy as np
 
 from bench import runner
 from pyorch import engine
+from pyorch.attention import bytes as cost
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import records, state
+from pyorch.bench import bandwidth, records, state
 from pyorch.bench.plan import Synthetic
 from pyorch.bench.records import Done, Record, Result
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
+from pyorch.ggml import MAX_THREADS
 from pyorch.models import synth
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import weight_bytes
@@ -38,12 +42,13 @@ from pyorch.table import markdown
 
 OFF = AttentionSpec("off")
 N_PROMPT = 512
+NO_CARD = -1.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """card: GiB of the card that takes what fits, 0 = none of K and V. n_prompt: tokens of a prompt
-    that are read, instead of a token that is decoded."""
+    """card: GiB of the card that takes what fits, 0 = none of K and V; NO_CARD = nor weights.
+    n_prompt: tokens of a prompt that are read, instead of a token that is decoded."""
 
     like: str
     n_layer: int
@@ -54,6 +59,7 @@ class Case:
     flash: bool
     spec: AttentionSpec
     n_prompt: int = 0
+    threads: int = 0
     library: str = "sparq"
 
     @property
@@ -72,7 +78,8 @@ OPTIONS = (
     click.option("-r", "--repetitions", type=Number(int, 1), default=2, show_default=True),
     click.option("-fa", "--flash-attn", type=Numbers(0, 1), default="1,0", help="Of stock."),
     click.option("--card", type=Number(float, 0), default=0, help="GiB of a card that is filled."),
-    runner.THREADS,
+    click.option("-ngl", "--n-gpu-layers", type=Number(int, 0), help="0: without a GPU."),
+    click.option("-t", "--threads", type=Numbers(1, MAX_THREADS), help="[default: all cores]"),
     runner.specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
 )
 
@@ -82,12 +89,15 @@ def groups(given: runner.Given) -> list[list[Case]]:
     n_layer = synth.shape_like(given.like, n_layer=given.layers).n_layer
     found = []
     for depth in given.n_depth:
-        of = given.like, n_layer, given.quant, given.cache_type, depth, given.card
+        card = NO_CARD if given.n_gpu_layers == 0 else given.card
+        of = given.like, n_layer, given.quant, given.cache_type, depth, card
         plain = given.cache_type in ("f16", "f32", "bf16")  # others have no transposed V
         stock = [Case(*of, bool(fa), OFF) for fa in given.flash_attn if fa or plain]
         stock = [] if given.card else stock
         ours = [Case(*of, True, spec) for spec in given.specs]
-        found.append([*stock, *ours, Case(*of, True, OFF, N_PROMPT)])
+        alone = [*stock, *ours, Case(*of, True, OFF, N_PROMPT)]
+        some = given.threads or [engine.usable_cores()]
+        found.append([replace(case, threads=n) for n in some for case in alone])
     return found
 
 
@@ -102,18 +112,20 @@ def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]
     n_ctx = -(-(first.n_depth + N_PROMPT + given.n_gen + 2) // 256) * 256
     found: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
     with ExitStack() as stack:
-        if first.card:
+        if first.card > 0:
             free = int(first.card * 2**30) - weight_bytes(read_gguf(model))
             os.environ["SPARQ_GPU_LIMIT"] = str(max(free, 0))
             stack.callback(os.environ.pop, "SPARQ_GPU_LIMIT")
-        offload = None if first.card else False
-        loaded = stack.enter_context(engine.load_model(model, kv_offload=offload))
+        offload = None if first.card > 0 else False
+        n_gpu_layers = 0 if first.card == NO_CARD else None
+        loaded = engine.load_model(model, n_gpu_layers=n_gpu_layers, kv_offload=offload)
+        stack.enter_context(loaded)
         sessions = {}
         for flash in dict.fromkeys(case.flash for case in cases):
             sessions[flash] = s = stack.enter_context(
                 loaded.session(
                     n_ctx=n_ctx,
-                    n_threads=given.threads,
+                    n_threads=max(case.threads for case in cases),
                     n_batch=N_PROMPT,
                     flash_attn=flash,
                     type_k=first.cache,
@@ -121,19 +133,39 @@ def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]
                 )
             )
             state.fill(s, first.n_depth)
-        stay = len(sessions[True].kv_in_memory) if first.card else first.n_layer
+        stay = len(sessions[True].kv_in_memory) if first.card > 0 else first.n_layer
         note(f"{first.n_depth} positions, K and V of {stay} of {first.n_layer} layers in memory")
+        rates = {n: _memory(n) for n in dict.fromkeys(case.threads for case in cases)}
         for turn in range(given.repetitions):
             for case, result in zip(cases, found, strict=True):
                 s = sessions[case.flash]
+                s.lib.llama_set_n_threads(s.ctx, case.threads, case.threads)
                 engine.set_attention(s, case.spec)
                 samples, counters = _timed(s, case, given.n_gen)
                 if case.spec.sparse and not counters.get("calls_sparse"):
                     raise SparqError(f"{case.spec}: no layer was sparse: {counters}")
                 result["samples_ns"] += samples
                 result |= {"counters": counters, "in_memory": stay}
-                note(f"turn {turn + 1}: {case.name}: {float(np.median(samples)) / 1e6:.1f} ms")
+                result |= {"bytes": _bytes(s, case), "memory": rates[case.threads]}
+                of = f"{case.name}, {case.threads} threads"
+                note(f"turn {turn + 1}: {of}: {float(np.median(samples)) / 1e6:.1f} ms")
     return found
+
+
+def _memory(n_threads: int) -> float | None:
+    """The bytes per second that the threads read, if there is what measures them."""
+    try:
+        return bandwidth.measured(n_threads)
+    except SparqError:
+        return None
+
+
+def _bytes(s: engine.Session, case: Case) -> float:
+    """What a token reads from memory, the weights included where no device has them."""
+    sizes = (t.bytes_per_element for t in s.cache.types)
+    costs = cost.layer_costs(s.geometry, case.spec, case.n_depth, *sizes)
+    weights = s.geometry.weight_bytes_per_token if case.card == NO_CARD else 0
+    return weights + sum(c.bytes_read for c in costs)
 
 
 def _timed(s: engine.Session, case: Case, n_gen: int) -> tuple[list[int], dict[str, int]]:
@@ -162,19 +194,23 @@ def table(recs: Sequence[Record]) -> str:
     rows = []
     for run in records.by_run(recs):
         cases = [(records.read_case(Case, rec), rec) for rec in run.values()]
-        stock = [
-            float(np.median(rec["samples_ns"]))
-            for case, rec in cases
-            if case.spec == OFF and not case.n_prompt
-        ]
+        stock: dict[int, float] = {}
+        for case, rec in cases:
+            if case.spec == OFF and not case.n_prompt:
+                ms = float(np.median(rec["samples_ns"])) / 1e6
+                stock[case.threads] = min(ms, stock.get(case.threads, ms))
         for case, rec in cases:
             ms, low, high = (x / 1e6 for x in records.spread(rec["samples_ns"]))
-            faster = f"{min(stock) / 1e6 / ms:.2f}x" if stock and not case.n_prompt else ""
+            is_token = not case.n_prompt
+            best = stock.get(case.threads) if is_token else None
+            faster = f"{best / ms:.2f}x" if best else ""
+            share = f"{rec['bytes'] / ms * 1e3 / rec['memory']:.0%}" if rec["memory"] else ""
             of = f"{rec['in_memory']} of {case.n_layer}"
-            row = [f"{case.like} {case.quant}", case.cache, f"{case.n_depth}", of, case.name]
-            rows.append([*row, f"{ms:.1f} ({low:.1f}-{high:.1f})", faster])
-    head = ["model", "K, V", "positions", "layers in memory", "attention"]
-    head += ["ms (p10-p90)", "of the best stock"]
+            row = [f"{case.like} {case.quant}", case.cache, f"{case.n_depth}", of]
+            row += [case.name, f"{case.threads}", f"{ms:.1f} ({low:.1f}-{high:.1f})", faster]
+            rows.append([*row, share if is_token else ""])
+    head = ["model", "K, V", "positions", "layers in memory", "attention", "threads"]
+    head += ["ms (p10-p90)", "of the best stock", "of the memory's rate"]
     return markdown(head, rows, left=("model", "K, V", "attention"))
 
 

@@ -11,6 +11,7 @@
 // code, for tests.
 
 #include "sparse-prefill.h"
+#include "sparse-rows.h"
 #include "sparse-vec-int.h"
 
 #if (defined(SPARQ_AVX512) && defined(__AVX512VNNI__)) || (defined(SPARQ_AVX2) && defined(__AVXVNNI__)) || \
@@ -111,47 +112,116 @@ static inline void make_query_bytes(const query_block & x, int d_k, const query_
     }
 }
 
-// k [BLOCK_KV][d_k] and v [BLOCK_KV][d_v] must be finite; k is overwritten
-static inline void make_kv_bytes(float * k, int d_k, const float * v, int d_v, const kv_bytes & to) {
-    for (int c = 0; c < d_k; c += W) {
-        const int n = std::min(W, d_k - c);
-        vf sum = set1(0.0f);
-        for (int j = 0; j < BLOCK_KV; ++j) {
-            sum = add(sum, load_up_to(k + j*d_k + c, n));
-        }
-        const vf mean = mul(sum, set1(1.0f/BLOCK_KV));
-        store_up_to(to.mean + c, mean, n);
-        for (int j = 0; j < BLOCK_KV; ++j) {
-            store_up_to(k + j*d_k + c, sub(load_up_to(k + j*d_k + c, n), mean), n);
+// W elements of a row from c on, or the last n < W of it, with zeros behind them
+template <typename T>
+static SPARQ_INLINE vf vector_of(const char * row, int c, int n) {
+    return n == W ? span<T>(row, c).vec(c % span<T>::SIZE/W) : span<T>::tail(row, c, n);
+}
+
+// calls f(i, c, n) for N vectors of a row of d elements: vector i has the n elements from c on. Those after the row are left out
+constexpr int N_COLUMN = 8; // so many sums of columns fit the registers
+template <typename F>
+static SPARQ_INLINE void for_columns(int c0, int d, const F & f) {
+    SPARQ_UNROLL
+    for (int i = 0; i < N_COLUMN; ++i) {
+        if (c0 + i*W < d) {
+            f(i, c0 + i*W, std::min(W, d - c0 - i*W));
         }
     }
+}
+
+// BLOCK_KV rows of K of any type, nb bytes apart, become those of kv_bytes: they are read twice, and nothing is written but the result. Prefetches the
+// rows that lie `ahead` bytes behind, unless it is 0. False: something is not finite, and the result is none
+template <int D, typename T>
+static SPARQ_NOINLINE bool make_k_bytes_d(const char * k, size_t nb, int64_t ahead, int any_d, const kv_bytes & to) {
+    const int d = D > 0 ? D : any_d;
+    vf zero = set1(0.0f);
+    for (int c0 = 0; c0 < d; c0 += N_COLUMN*W) {
+        vf sum[N_COLUMN];
+        for_columns(c0, d, [&](int i, int, int) { sum[i] = set1(0.0f); });
+        for (int j = 0; j < BLOCK_KV; ++j) {
+            const char * row = k + j*nb;
+            if (ahead && c0 == 0) {
+                prefetch_bytes(address_ahead(row, ahead), row_bytes<T>(d));
+            }
+            for_columns(c0, d, [&](int i, int c, int n) { sum[i] = add(sum[i], vector_of<T>(row, c, n)); });
+        }
+        for_columns(c0, d, [&](int i, int c, int n) {
+            const vf mean = mul(sum[i], set1(1.0f/BLOCK_KV));
+            zero = fma(mean, set1(0.0f), zero);
+            store_up_to(to.mean + c, mean, n);
+        });
+    }
+    if (reduce_add(zero) != 0.0f) {
+        return false;
+    }
     for (int j = 0; j < BLOCK_KV; ++j) {
+        const char * row = k + j*nb;
+        const auto less_mean = [&](int c, int n) { return sub(vector_of<T>(row, c, n), load_up_to(to.mean + c, n)); };
         vf most = set1(0.0f);
-        for (int c = 0; c < d_k; c += W) {
-            most = vmax(vabs(load_up_to(k + j*d_k + c, std::min(W, d_k - c))), most);
+        SPARQ_UNROLL
+        for (int c = 0; c < d; c += W) {
+            most = vmax(vabs(less_mean(c, std::min(W, d - c))), most);
         }
         const float range = reduce_max(most);
         const vf by = set1(range >= LEAST ? 127.0f/range : 0.0f);
         vf sum = set1(0.0f); // of whole numbers, exactly
-        for (int c = 0; c < padded(d_k); c += W) {
-            const vf x = c < d_k ? round_even(mul(load_up_to(k + j*d_k + c, std::min(W, d_k - c)), by)) : set1(0.0f);
+        SPARQ_UNROLL
+        for (int c = 0; c < padded(d); c += W) {
+            const vf x = c < d ? round_even(mul(less_mean(c, std::min(W, d - c)), by)) : set1(0.0f);
             sum = add(sum, x);
-            store_low(to.k + j*padded(d_k) + c, to_int(x), std::min(W, padded(d_k) - c));
+            store_low(to.k + j*padded(d) + c, to_int(x), std::min(W, padded(d) - c));
         }
         to.scale[j] = range*(1.0f/127.0f);
         to.start[j] = -OFFSET*(int32_t) reduce_add(sum);
     }
+    return true;
+}
+
+template <typename T>
+static bool make_k_bytes(const char * k, size_t nb, int64_t ahead, int d, const kv_bytes & to) {
+    bool res = false;
+    with_known_size(d, [&](auto D) { res = make_k_bytes_d<D(), T>(k, nb, ahead, d, to); });
+    return res;
+}
+
+// The same with V. plain [BLOCK_KV][d]: V as f32 where bf16 cannot be multiplied
+template <int D, typename T>
+static SPARQ_NOINLINE bool make_v_pairs_d(const char * v, size_t nb, int64_t ahead, int any_d, const kv_bytes & to, float * plain) {
+    const int d = D > 0 ? D : any_d;
+    vf zero = set1(0.0f);
+    for (int c0 = 0; c0 < d; c0 += N_COLUMN*W) {
+        vf zeros[N_COLUMN];
+        for_columns(c0, d, [&](int i, int, int) { zeros[i] = set1(0.0f); });
+        for (int j = 0; j < BLOCK_KV; j += 2) {
+            const char * row = v + j*nb;
+            if (ahead && c0 == 0) {
+                prefetch_bytes(address_ahead(row, ahead), row_bytes<T>(d));
+                prefetch_bytes(address_ahead(row + nb, ahead), row_bytes<T>(d));
+            }
+            for_columns(c0, d, [&](int i, int c, int n) {
+                const vf a = vector_of<T>(row, c, n), b = vector_of<T>(row + nb, c, n);
+                zeros[i] = fma(add(a, b), set1(0.0f), zeros[i]);
 #if defined(SPARQ_PREFILL_BF16)
-    for (int j = 0; j < BLOCK_KV; j += 2) {
-        for (int c = 0; c < d_v; c += W) {
-            const int n = std::min(W, d_v - c);
-            const vi a = bf16_bits(load_up_to(v + j*d_v + c, n)), b = bf16_bits(load_up_to(v + (j + 1)*d_v + c, n));
-            store_up_to((float *) to.v + j/2*d_v + c, as_float(pair_bf16(a, b)), n);
-        }
-    }
+                GGML_UNUSED(plain);
+                store_up_to((float *) to.v + j/2*d + c, as_float(pair_bf16(bf16_bits(a), bf16_bits(b))), n);
 #else
-    GGML_UNUSED_VARS(v, d_v);
+                GGML_UNUSED(to);
+                store_up_to(plain + j*d + c, a, n);
+                store_up_to(plain + (j + 1)*d + c, b, n);
 #endif
+            });
+        }
+        for_columns(c0, d, [&](int i, int, int) { zero = add(zero, zeros[i]); });
+    }
+    return reduce_add(zero) == 0.0f;
+}
+
+template <typename T>
+static bool make_v_pairs(const char * v, size_t nb, int64_t ahead, int d, const kv_bytes & to, float * plain) {
+    bool res = false;
+    with_known_size(d, [&](auto D) { res = make_v_pairs_d<D(), T>(v, nb, ahead, d, to, plain); });
+    return res;
 }
 
 // s[j] = the logit of position j, for N positions and V vectors of queries; about: the logit of the mean
@@ -271,7 +341,7 @@ static SPARQ_NOINLINE void add_values(float * acc, const float * f, const uint32
 
 #endif
 
-// adds BLOCK_KV positions to the attention of V vectors of queries. v [BLOCK_KV][d_v] is what kv was made from; hides [BLOCK_Q]: -inf for a query
+// adds BLOCK_KV positions to the attention of V vectors of queries. v [BLOCK_KV][d_v]: V where bf16 cannot be multiplied; hides [BLOCK_Q]: -inf for a query
 // that sees none of them, else 0; s [BLOCK_KV][BLOCK_Q] and p [BLOCK_KV/2][BLOCK_Q] are scratch
 template <int V>
 static inline void attend_bytes_v(const query_block & x, const query_bytes & q, const kv_bytes & kv, int d_k, const float * v, int d_v,

@@ -19,6 +19,10 @@ struct prefill_src : ggml_sparse_src {
     int     n_probe;  // of a query head and a stream
     int     n_choice;
     decltype(&load_rows<float>) load_k, load_v;
+#if defined(SPARQ_PREFILL_FAST)
+    decltype(&make_k_bytes<float>) make_k;
+    decltype(&make_v_pairs<float>) make_v;
+#endif
 
     explicit prefill_src(const ggml_tensor * dst) :
         ggml_sparse_src(ggml_sparse_src_of(dst)), p(ggml_sparse_params_of<ggml_sparse_prefill_params>(dst)) {
@@ -38,6 +42,8 @@ struct prefill_src : ggml_sparse_src {
         n_choice  = (int) ceil_div(n_tok, CHOICE);
 #if defined(SPARQ_PREFILL_FAST)
         fast = p.fast != 0;
+        with_kv_type(k->type, [&](auto * t) { make_k = make_k_bytes<std::decay_t<decltype(*t)>>; });
+        with_kv_type(v->type, [&](auto * t) { make_v = make_v_pairs<std::decay_t<decltype(*t)>>; });
 #else
         fast = false;
 #endif
@@ -137,7 +143,9 @@ struct prefill_work {
         n_span       = a.chooses ? a.n_choice : 1;
         n_span_query = a.chooses ? CHOICE : a.n_query;
         const int64_t n_all = std::min(ceil_div(a.n_query, BLOCK_Q), ceil_div(n_span_query, BLOCK_Q));
-        n_block = std::clamp<int64_t>(n_all*n_span*a.n_set()*a.n_stream/(2*nth), 1, std::size(block));
+        const int64_t n_most = std::min<int64_t>(n_all, std::size(block)), n_apart = n_span*a.n_set()*a.n_stream;
+        // each unit makes bytes of K and V anew: few blocks stay together where that keeps all threads busy
+        n_block = n_all == n_most && n_apart % nth == 0 ? n_most : std::clamp<int64_t>(n_all*n_apart/(2*nth), 1, n_most);
         n_unit  = ceil_div(n_all, n_block);
 
         bump shared(wdata);
@@ -146,7 +154,7 @@ struct prefill_work {
             choice = choice_work(a, shared, nth);
         }
         size = take_per_thread(shared, ith, nth, [&](bump & own) {
-            for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
+            for (int64_t j = 0; j < n_most; ++j) {
                 block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
                 block[j].acc = own.take<float>(a.d_v*BLOCK_Q);
                 block[j].m   = own.take<float>(BLOCK_Q);
@@ -157,7 +165,7 @@ struct prefill_work {
             s    = own.take<float>(BLOCK_KV*BLOCK_Q);
             bias = own.take<float>(BLOCK_KV*BLOCK_Q);
             if (a.fast) {
-                for (int64_t j = 0; j < std::min<int64_t>(n_all, std::size(block)); ++j) {
+                for (int64_t j = 0; j < n_most; ++j) {
                     bytes[j].q     = own.take<uint8_t>(padded(a.d_k)*BLOCK_Q);
                     bytes[j].scale = own.take<float>(BLOCK_Q);
                 }

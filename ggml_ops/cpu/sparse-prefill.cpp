@@ -58,10 +58,21 @@ void end_block(const prefill_src & a, const query_block & x, const prefill_unit 
 }
 
 #if defined(SPARQ_PREFILL_FAST)
-// adds a block of positions, whose K and V are finite, to the attention of the queries that see all of it; K is overwritten. Without kind all do
+// w.kv = the block of positions from t on; false: K or V is not finite
+bool make_bytes(const prefill_src & a, const prefill_work & w, int64_t h, int64_t s, int64_t t) {
+    const size_t nb_k = a.k->nb[2], nb_v = a.v->nb[2];
+    return a.make_k(at(a.k, h, t, s), nb_k, BLOCK_KV*nb_k, a.d_k, w.kv) && a.make_v(at(a.v, h, t, s), nb_v, BLOCK_KV*nb_v, a.d_v, w.kv, w.v);
+}
+
+// the same from w.k and w.v
+bool make_bytes(const prefill_src & a, const prefill_work & w) {
+    return make_k_bytes<float>((const char *) w.k, a.d_k*sizeof(float), 0, a.d_k, w.kv) &&
+            make_v_pairs<float>((const char *) w.v, a.d_v*sizeof(float), 0, a.d_v, w.kv, w.v);
+}
+
+// adds the block of positions in w.kv to the attention of the queries that see all of it. Without kind all do
 void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & u, const uint8_t * kind) {
     int64_t n = 0;
-    make_kv_bytes(w.k, a.d_k, w.v, a.d_v, w.kv);
     for (int64_t j = 0; j < u.n_block(); ++j) {
         float hides[BLOCK_Q] = {};
         int64_t n_sees = 0;
@@ -79,6 +90,10 @@ void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & 
         __atomic_fetch_add((int64_t *) a.stats->data + GGML_SPARSE_STAT_PREFILL_FAST, n, __ATOMIC_RELAXED); // other threads count too
     }
 }
+#else
+bool make_bytes(const prefill_src &, const prefill_work &, int64_t, int64_t, int64_t) { return false; }
+bool make_bytes(const prefill_src &, const prefill_work &) { return false; }
+void prefill_fast(const prefill_src &, prefill_work &, const prefill_unit &, const uint8_t *) {}
 #endif
 
 // does the mask do x to all the tokens [lo, hi)? kind: of the block of positions
@@ -247,11 +262,11 @@ void choose_all(const prefill_src & a, const prefill_work & w, const ggml_comput
 
 // ---- attention ----
 
-// adds the n positions from t on, whose K and V are w.k and w.v, to the attention of the queries of a unit; K is overwritten. kind: of the block of
-// positions; nullptr: all queries see all of these positions, which may lie anywhere
-void attend_positions(const prefill_src & a, prefill_work & w, const prefill_unit & u, int64_t t, int n, const uint8_t * kind) {
-    const bool fast = a.fast && n == BLOCK_KV && is_finite(w.k, n*a.d_k) && is_finite(w.v, n*a.d_v);
-    const bool finite = fast || all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
+// Adds the n positions from t on to the attention of the queries of a unit. fast: they are in w.kv. Else, and for queries that do not see all of them,
+// load() puts them into w.k and w.v. kind: of the block of positions; nullptr: all queries see all of these positions, which may lie anywhere
+template <typename F>
+void attend_positions(const prefill_src & a, prefill_work & w, const prefill_unit & u, int64_t t, int n, const uint8_t * kind, bool fast, const F & load) {
+    bool is_loaded = false, finite = false;
     for (int64_t j = 0; j < u.n_block(); ++j) {
         if (all_are(a, kind, u.begin(j), u.end(j), MASK_HIDES_ALL)) {
             continue;
@@ -260,16 +275,19 @@ void attend_positions(const prefill_src & a, prefill_work & w, const prefill_uni
         if (plain && fast) {
             continue;
         }
+        if (!is_loaded) {
+            is_loaded = true;
+            load();
+            finite = fast || all_are(a, kind, u.r0, u.r1, MASK_ZERO) || is_finite(w.v, n*a.d_v);
+        }
         if (!plain) {
             load_bias(a, w.bias, u, j, t, n, kind, !fast);
         }
         attend_block(w.block[j], w.k, a.d_k, w.v, a.d_v, n, finite, plain ? nullptr : w.bias, a.p.softcap, w.s);
     }
-#if defined(SPARQ_PREFILL_FAST)
     if (fast) {
         prefill_fast(a, w, u, kind);
     }
-#endif
 }
 
 // the positions that the unit's choice keeps; w.mean is the mean of V over the others
@@ -293,7 +311,8 @@ void prefill_chosen(const prefill_src & a, prefill_work & w, const prefill_unit 
                 w.mean[d] -= w.v[j*a.d_v + d];
             }
         }
-        attend_positions(a, w, u, 0, n, nullptr);
+        const bool fast = a.fast && n == BLOCK_KV && make_bytes(a, w);
+        attend_positions(a, w, u, 0, n, nullptr, fast, [] {});
         n = 0;
     };
     for (int64_t b = 0; b < a.n_block_kv; ++b) {
@@ -335,8 +354,8 @@ void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, gg
         if ((is_done && is_done[t/BLOCK_KV]) || all_are(a, kind, u.r0, u.r1, MASK_HIDES_ALL)) {
             continue;
         }
-        load_block(a, w, a.head_kv(u.set), u.s, t, n);
-        attend_positions(a, w, u, t, n, kind);
+        const bool fast = a.fast && n == BLOCK_KV && make_bytes(a, w, a.head_kv(u.set), u.s, t);
+        attend_positions(a, w, u, t, n, kind, fast, [&] { load_block(a, w, a.head_kv(u.set), u.s, t, n); });
     }
     for (int64_t j = 0; j < u.n_block(); ++j) {
         if (a.chooses) {

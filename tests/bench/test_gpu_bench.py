@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict
@@ -67,24 +68,28 @@ def test_a_case_that_failed_shows_in_the_exit_code(
 
 
 def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
-    """Every case is measured, without a device too, where K and V are in memory anyway."""
+    """Every case is measured with each number of threads, also without a device."""
     argv = [sys.executable, "-m", "bench", "gpu_in_memory", "--like", "llama3.2-1b", "--layers", 1]
-    argv += ["-d", 1500, "-n", 2, "-r", 1, "-t", 1, "--out", tmp_path]
+    argv += ["-d", 1500, "-n", 2, "-r", 1, "-t", "1,2", "-ngl", 0]
+    argv += ["--out", tmp_path]
     done = subprocess.run(
         [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
-    names = [records.read_case(in_memory.Case, rec).name for rec in found]
-    assert names[:3] == ["stock -fa 1", "stock -fa 0", "dense"]
-    assert names[-1] == "stock -fa 1, 512 tokens of a prompt"
-    assert [len(rec["samples_ns"]) for rec in found] == [2] * 5 + [1]
-    for rec, name in zip(found, names, strict=True):
-        assert bool(rec["counters"].get("calls_sparse")) == name.startswith("sparq")
-        assert f"turn 1: {name}: " in done.stderr
-    best = min(sum(rec["samples_ns"]) for rec in found[:2])
-    row = next(line for line in done.stdout.splitlines() if "ratio=1/32" in line)
-    assert row.endswith(f" {best / sum(found[4]['samples_ns']):.2f}x |")
+    cases = [records.read_case(in_memory.Case, rec) for rec in found]
+    assert [case.threads for case in cases] == [1] * 6 + [2] * 6
+    assert [case.name for case in cases[:3]] == ["stock -fa 1", "stock -fa 0", "dense"]
+    assert cases[-1].name == "stock -fa 1, 512 tokens of a prompt"
+    assert [len(rec["samples_ns"]) for rec in found] == 2 * ([2] * 5 + [1])
+    for rec, case in zip(found, cases, strict=True):
+        assert bool(rec["counters"].get("calls_sparse")) == case.name.startswith("sparq")
+        assert f"turn 1: {case.name}, {case.threads} threads: " in done.stderr
+    best, ours = min(sum(rec["samples_ns"]) for rec in found[6:8]), found[10]
+    share = ours["bytes"] / statistics.median(ours["samples_ns"]) * 1e9 / ours["memory"]
+    row = [line for line in done.stdout.splitlines() if "ratio=1/32" in line][1]
+    assert row.endswith(f" {best / sum(ours['samples_ns']):.2f}x | {share:.0%} |")
+    assert ours["bytes"] < found[6]["bytes"] and found[0]["bytes"] == found[6]["bytes"]
 
 
 def add(folder: Path, method: str, us: float, stamp: str = "s", **shape: int) -> None:
