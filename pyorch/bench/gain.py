@@ -20,14 +20,14 @@ TURNS = 9
 ENOUGH_S = 20.0  # no turn begins later than this
 
 
-def gain(here: Path, carried: Path) -> dict[str, float]:
+def gain(here: Path, carried: Path) -> dict[str, tuple[float, float]]:
     """Time both in turns, on layers of a real model's sizes and after `N_BEFORE` positions: about
     25 seconds.
 
     Returns:
-        how many times as fast `here` is: `prompt` for `N_PROMPT` tokens read at once, and each of
-        `DECODES` for decoded ones. Of each the fastest time counts, since other programs that run
-        meanwhile make it slower, and none faster.
+        how many times as fast `here` is, in the turn that is worst for it and in the best:
+        `prompt` for `N_PROMPT` tokens read at once, and each of `DECODES` for decoded ones. They
+        are far apart where other programs run meanwhile.
 
     Raises:
         SparqError: one of them does not run, or there is no space for the weights.
@@ -67,7 +67,11 @@ def gain(here: Path, carried: Path) -> dict[str, float]:
             bar(turn + 1, TURNS)
             if turn >= 0 and time.monotonic() - started > ENOUGH_S:
                 break
-    return {kind: min(of[carried]) / min(of[here]) for kind, of in took.items()}
+    found = {}
+    for kind, of in took.items():
+        turns = [theirs / ours for ours, theirs in zip(of[here], of[carried], strict=True)]
+        found[kind] = min(turns), max(turns)
+    return found
 
 
 def _only(folder: Path, into: Path) -> Mapping[str, str]:

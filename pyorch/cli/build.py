@@ -84,7 +84,8 @@ def _tell_gain(folder: Path) -> None:
     try:
         with_wheel = carried.find()
         assert with_wheel is not None, "the caller has looked"
-        prompt, dense, sparse = (f"{x:.2f}" for x in gain.gain(folder, with_wheel).values())
+        found = gain.gain(folder, with_wheel).values()
+        prompt, dense, sparse = (f"{low:.2f} to {high:.2f}" for low, high in found)
     except SparqError as error:  # of what a build does without
         say(f"it could not be measured: {error.message}")
         return

@@ -133,15 +133,15 @@ def test_a_build_is_measured_beside_the_wheel(
     monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
     measured: list[tuple[Path, Path]] = []
 
-    def measure(here: Path, with_wheel: Path) -> dict[str, float]:
+    def measure(here: Path, with_wheel: Path) -> dict[str, tuple[float, float]]:
         measured.append((here, with_wheel))
-        return {"prompt": 1.234, "dense": 0.99, "sparq,ratio=1/8": 1.0}
+        return {"prompt": (1.234, 1.3), "dense": (0.99, 1), "sparq,ratio=1/8": (1, 1)}
 
     monkeypatch.setattr(gain, "gain", measure)
     code, out, err = run("build")
     assert code == 0
-    assert "it reads a prompt 1.23 times as fast as the wheel's, and decodes 0.99 times" in err
-    assert err.endswith("; 1.00 times at 1/8\n")
+    assert "it reads a prompt 1.23 to 1.30 times as fast as the wheel's, and decodes 0.99 to" in err
+    assert err.endswith("; 1.00 to 1.00 times at 1/8\n")
     assert measured == [(Path(out.strip()), carried.find())]
     assert run("build").err == "" and len(measured) == 1  # only what was new
 
