@@ -69,6 +69,12 @@ def kept_texts() -> Path:
     return cache() / "texts"
 
 
+def size(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_file())
+
+
 def private(folder: Path) -> Path:
     """The folder, which is made for this user alone if it is not there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": ("bench", "Measure speed beside llama.cpp's."),
     "eval": ("eval", "Measure what sparse attention costs in quality."),
     "build": ("build", "Build the patched llama.cpp library."),
+    "clean": ("clean", "Show what the cache holds, and remove it."),
     "doctor": ("doctor", "Say what is built and what this machine can do."),
 }
 

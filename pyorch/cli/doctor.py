@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 
 import click
 
@@ -65,7 +64,7 @@ def examine() -> dict[str, Facts]:
         "machine": _machine(),
         "toolchain": toolchain,
         "off": off | failed,
-        "cache": {"path": str(root), **{folder.name: _size(folder) for folder in folders}},
+        "cache": {"path": str(root), **{folder.name: paths.size(folder) for folder in folders}},
     }
 
 
@@ -134,7 +133,3 @@ def _built() -> tuple[Facts, Facts]:
     except SparqError as error:
         facts["works"] = f"no: {error.message}"
     return facts, failed
-
-
-def _size(folder: Path) -> int:
-    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())

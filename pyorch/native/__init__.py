@@ -143,8 +143,9 @@ _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in th
 
 def _report_crashes(folder: Path) -> None:
     """Have signals that kill reported, before anything else of the library is loaded."""
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    call = ctypes.CDLL(str(folder / f"libggml-base.{suffix}")).ggml_sparse_tell_of_death
+    from pyorch.native import probe
+
+    call = ctypes.CDLL(str(folder / probe.library("ggml-base"))).ggml_sparse_tell_of_death
     call.restype, call.argtypes = None, [ctypes.c_char_p]
     call(_HINT)
 

@@ -190,7 +190,7 @@ def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, not
         if done():  # another process built it while this one waited
             return _target(options, want)
         _sweep()
-        tree = paths.cache() / "build" / _hash({k: v for k, v in want.items() if k != "ops"})
+        tree = _tree(want)
         if force:
             shutil.rmtree(tree, ignore_errors=True)
         prepare(tree, options, note)
@@ -274,6 +274,26 @@ def _read_off(tree: Path) -> dict[str, str]:
         return off
     except (OSError, ValueError):
         return {}
+
+
+def used() -> set[Path]:
+    """The finished builds of the present sources and settings, by whatever compiler, with their
+    work trees and bindings."""
+    found: set[Path] = set()
+    for folder, stamp in finished():
+        has = stamp["inputs"]
+        name, cuda_archs = has["options"], has.get("cuda", "").rpartition("; ")[2]
+        options = Options("stock" in name, "portable" in name, cuda_archs)
+        # what came with a wheel has a name of its own, and no more inputs than these
+        want = inputs(options) if name == options.name else sources(options)
+        if all(has.get(key) == value for key, value in want.items()):
+            found |= {folder, _tree(has), paths.cache() / "python" / has["pin"][:12]}
+    return found
+
+
+def _tree(want: dict[str, Any]) -> Path:
+    """The work tree of a build."""
+    return paths.cache() / "build" / _hash({k: v for k, v in want.items() if k != "ops"})
 
 
 def _target(options: Options, want: dict[str, Any]) -> Path:

@@ -24,7 +24,7 @@ from pyorch.progress import say
 FOLDER = paths.PACKAGE / "_built"
 NAME = "sparq-carried"
 _VARIANT = "libggml-cpu-"  # the beginning of their files' names
-_CPU = "libggml-cpu.so"  # the one that libggml loads
+_CPU = probe.library("ggml-cpu")  # the one that libggml loads
 
 
 def fits() -> bool:

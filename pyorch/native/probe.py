@@ -58,6 +58,11 @@ def check_system() -> None:
         )
 
 
+def library(name: str) -> str:
+    """The file name of a shared library, such as `libllama.so`."""
+    return f"lib{name}.{'dylib' if platform.system() == 'Darwin' else 'so'}"
+
+
 def find_compiler() -> Compiler | None:
     """CC and CXX if set, else the first usual pair on PATH; None if there is none."""
     if "CC" in os.environ or "CXX" in os.environ:

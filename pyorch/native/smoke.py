@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import platform
 import resource
 import signal
 import subprocess
@@ -29,6 +28,7 @@ import numpy as np
 from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
+from pyorch.native import probe
 from pyorch.native.slots import Sources, sources
 from pyorch.native.tensor import Tensor
 
@@ -261,9 +261,8 @@ def _extra_buffers(base: Any, cpu: Any, backend: int) -> Iterator[int]:
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    suffix = "dylib" if platform.system() == "Darwin" else "so"
-    base = ctypes.CDLL(str(folder / f"libggml-base.{suffix}"), mode=ctypes.RTLD_GLOBAL)
-    cpu = ctypes.CDLL(str(folder / f"libggml-cpu.{suffix}"))
+    base = ctypes.CDLL(str(folder / probe.library("ggml-base")), mode=ctypes.RTLD_GLOBAL)
+    cpu = ctypes.CDLL(str(folder / probe.library("ggml-cpu")))
     p, t = c_void_p, _TensorPtr
     prototypes: list[Any] = [
         (base, "ggml_init", p, _InitParams),

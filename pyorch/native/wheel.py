@@ -11,8 +11,8 @@ best that works when the wheel is first used.
 The compiler is the Clang of the package `ziglang`, which links for any version of glibc. Its C++
 library would be linked into each of our libraries by itself, and an exception that one of them
 throws would not be caught in another, since each had types of its own. So we compile one shared
-library from the sources that come with it. Its symbols have a version, so that a process may have
-GNU's C++ library too.
+library from the sources that come with it. Its symbols have a version, on macOS a namespace, so
+that a process may have the system's C++ library too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -33,17 +34,52 @@ from pyorch.errors import SparqError
 from pyorch.native import build, cmake, probe, source
 from pyorch.progress import progress_bar, say
 
-CXX_LIBRARY = "libc++.so"
+
+@dataclass(frozen=True)
+class System:
+    """What differs between the systems for which Zig links."""
+
+    name: str  # as cmake has it
+    suffix: str  # of a library
+    origin: str  # what its loader calls the folder of a library
+    named: str  # the linker's option with a library's own name
+    has_unwinder: bool  # so that the C++ library needs none
+    flags: tuple[str, ...] = ()  # of all compilers
+    definitions: tuple[tuple[str, str], ...] = ()  # for cmake
 
 
 @dataclass(frozen=True)
 class Target:
     """A kind of machine, and what its wheel is for."""
 
-    zig: str  # with the oldest glibc on which it runs
+    zig: str  # with the oldest glibc, or macOS, on which it runs
     tag: str
     processor: str
     variants: tuple[str, ...]  # of llama.cpp's, from its ggml/src/CMakeLists.txt
+    system: System
+
+    @property
+    def cxx_library(self) -> str:
+        """The name of the file that has the C++ library."""
+        return f"libc++.{self.system.suffix}"
+
+
+LINUX = System("Linux", "so", "$ORIGIN", "-Wl,-soname,", has_unwinder=False)
+MACOS = System(
+    "Darwin",
+    "dylib",
+    "@loader_path",
+    "-Wl,-install_name,@rpath/",
+    has_unwinder=True,
+    # names of its own, since inline functions of the same name in the system's would replace these
+    flags=("-U_LIBCPP_ABI_NAMESPACE", "-D_LIBCPP_ABI_NAMESPACE=__sparq"),
+    # Zig has none of the frameworks, and no such tool, which only other ways to link need
+    definitions=(
+        ("GGML_ACCELERATE", "OFF"),
+        ("GGML_BLAS", "OFF"),
+        ("CMAKE_INSTALL_NAME_TOOL", "true"),
+    ),
+)
 
 
 TARGETS = {
@@ -54,8 +90,26 @@ TARGETS = {
         # llama.cpp has five more, for few machines; each takes minutes, and 1 MB of the wheel
         ("x64", "sandybridge", "haswell", "alderlake")
         + ("skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids"),
+        LINUX,
+    ),
+    "linux-aarch64": Target(
+        "aarch64-linux-gnu.2.17",
+        "py3-none-manylinux_2_17_aarch64",
+        "aarch64",
+        # a Raspberry Pi 4; Graviton2, Ampere and Apple; Graviton3; Graviton4 and Grace
+        ("armv8.0_1", "armv8.2_2", "armv8.6_1", "armv8.6_2"),
+        LINUX,
+    ),
+    "macos-arm64": Target(
+        "aarch64-macos.11.0",
+        "py3-none-macosx_11_0_arm64",
+        "arm64",
+        ("apple_m1", "apple_m2_m3"),
+        MACOS,
     ),
 }
+# Zig knows the instruction sets of Arm by other names than the compilers for which cmake is made.
+_ARM = r"s/^-march=armv([0-9])\.?([0-9]*)-a/-mcpu=generic+v\1_\2a/; s/_a/a/; s/[+]fp16/+fullfp16/"
 
 
 def main() -> None:
@@ -89,7 +143,7 @@ def make(name: str, into: Path) -> Path:
     # not the lock of the cache, which would keep every other build waiting
     with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
         zig = Zig(target, root)
-        if not (root / CXX_LIBRARY).exists():
+        if not (root / target.cxx_library).exists():
             say(f"{name}: the C++ library of {zig.version}")
             zig.make_cxx_library()
         bin_of = {}
@@ -108,10 +162,13 @@ def make(name: str, into: Path) -> Path:
         built = root / "built"
         shutil.rmtree(built, ignore_errors=True)
         (built / "lib").mkdir(parents=True)
-        files = [*bin_of["all"].glob("lib*.so"), *(bin_of["all"] / tool for tool in build.TOOLS)]
-        files += [*(bin_of["cpu"] / f"lib{name}.so" for name in every), root / CXX_LIBRARY]
+        files = [
+            *bin_of["all"].glob(f"lib*.{target.system.suffix}"),
+            *(bin_of["all"] / tool for tool in build.TOOLS),
+        ]
+        files += [*(bin_of["cpu"] / f"lib{name}.so" for name in every), root / target.cxx_library]
         for file in files:
-            if file.name != "libggml-cpu.so":
+            if file.stem != "libggml-cpu":
                 shutil.copy(file, built / "lib")
         read = paths.PACKAGE / "bench" / "read.c"
         zig.run(["cc", "-O3", "-s", "-shared", "-fPIC", str(read), "-o", str(built / "read.so")])
@@ -165,7 +222,8 @@ class Zig:
         objects.mkdir(parents=True, exist_ok=True)
         lib = self.folder / "lib"
         cxx, abi, unwind = (lib / name / "src" for name in ("libcxx", "libcxxabi", "libunwind"))
-        ours = ["-std=c++23", "-D_LIBCPP_BUILDING_LIBRARY", f"-I{cxx}"]
+        system = self.target.system
+        ours = ["-std=c++23", "-D_LIBCPP_BUILDING_LIBRARY", f"-I{cxx}", *system.flags]
         plain = ["-D_LIBUNWIND_IS_NATIVE_ONLY", f"-I{unwind.parent / 'include'}"]
         libc = f"-I{cxx.parent / 'libc'}"
         jobs = [
@@ -173,10 +231,13 @@ class Zig:
              [*ours, "-DLIBCXX_BUILDING_LIBCXXABI", "-DLIBC_NAMESPACE=__llvm_libc", libc]),
             ("c++", set(abi.glob("*.cpp")) - {abi / "cxa_noexception.cpp"},
              [*ours, "-D_LIBCXXABI_BUILDING_LIBRARY", f"-I{abi}"]),
-            ("c++", [unwind / "libunwind.cpp"], [*plain, "-fno-exceptions", "-fno-rtti"]),
-            ("cc", [*unwind.glob("UnwindLevel1*.c"), *unwind.glob("UnwindRegisters*.S")],
-             [*plain, "-fexceptions"]),
         ]  # fmt: skip
+        if not system.has_unwinder:
+            jobs += [
+                ("c++", [unwind / "libunwind.cpp"], [*plain, "-fno-exceptions", "-fno-rtti"]),
+                ("cc", [*unwind.glob("UnwindLevel1*.c"), *unwind.glob("UnwindRegisters*.S")],
+                 [*plain, "-fexceptions"]),
+            ]  # fmt: skip
         flags = ["-O2", "-fPIC", "-DNDEBUG", "-funwind-tables", "-w", *self._same_names(lib)]
         todo = [
             ([driver, *flags, *more, "-c", str(file)], objects / f"{file.parts[-3]}-{file.stem}.o")
@@ -185,23 +246,34 @@ class Zig:
         ]
         with ThreadPoolExecutor(build.default_jobs()) as pool:
             list(pool.map(lambda job: self.run([*job[0], "-o", str(job[1])]), todo))
-        versions = objects / "versions.map"
-        versions.write_text("SPARQ_1 { *; };\n", "utf-8")
-        argv = ["cc", "-shared", "-s", "-nostdlib++", f"-Wl,-soname,{CXX_LIBRARY}"]
-        argv += [f"-Wl,--version-script={versions}", *(str(file) for _, file in todo)]
-        self.run([*argv, "-o", str(self.root / CXX_LIBRARY)])
+        name = self.target.cxx_library
+        argv = ["cc", "-shared", "-s", "-nostdlib++", f"{system.named}{name}"]
+        if system is LINUX:
+            versions = objects / "versions.map"
+            versions.write_text("SPARQ_1 { *; };\n", "utf-8")
+            argv.append(f"-Wl,--version-script={versions}")
+        self.run([*argv, *(str(file) for _, file in todo), "-o", str(self.root / name)])
 
     def toolchain(self, tree: Path, more: dict[str, str]) -> cmake.Toolchain:
         """The tools as cmake wants them: a program each, without arguments."""
         programs = {}
-        zig = f"'{self.folder / 'zig'}'"
-        target = f"-target {self.target.zig}"
+        zig = shlex.quote(str(self.folder / "zig"))
+        library = shlex.quote(str(self.root / self.target.cxx_library))
+        # here, where a path may have spaces, which it may not in CFLAGS
+        target = shlex.join(["-target", self.target.zig, *self._same_names(tree)])
+        translated = [
+            "for arg do shift; case $arg in",
+            f"-march=armv*) arg=$(echo \"$arg\" | sed -E '{_ARM}');;",
+            "-bundle) arg=-dynamiclib;;",  # macOS does not link with what is a module
+            'esac; set -- "$@" "$arg"; done',
+        ]
         for name, lines in {
-            "cc": [f'exec {zig} cc {target} "$@"'],
+            "cc": [*translated, f'exec {zig} cc {target} "$@"'],
             # what is linked as C++ by Zig has a C++ library of its own
             "c++": [
+                *translated,
                 f'case " $* " in *" -c "*) exec {zig} c++ {target} "$@" ;; esac',
-                f"exec {zig} cc {target} \"$@\" '{self.root / CXX_LIBRARY}'",
+                f'exec {zig} cc {target} "$@" {library}',
             ],
             "ar": [f'exec {zig} ar "$@"'],
             "ranlib": [f'exec {zig} ranlib "$@"'],
@@ -210,17 +282,19 @@ class Zig:
             program.write_text("\n".join(["#!/bin/sh", *lines, ""]), "utf-8")
             program.chmod(0o755)
         definitions = {
-            "CMAKE_SYSTEM_NAME": "Linux",
+            "CMAKE_SYSTEM_NAME": self.target.system.name,
             "CMAKE_SYSTEM_PROCESSOR": self.target.processor,
             "CMAKE_AR": str(programs["ar"]),
             "CMAKE_RANLIB": str(programs["ranlib"]),
             "CMAKE_PLATFORM_NO_VERSIONED_SONAME": "ON",  # a wheel cannot hold links
+            "CMAKE_INSTALL_RPATH": self.target.system.origin,
             **{f"CMAKE_{kind}_LINKER_FLAGS": "-s" for kind in ("EXE", "SHARED", "MODULE")},
+            **dict(self.target.system.definitions),
             **more,
         }
         compiler = probe.Compiler(str(programs["cc"]), str(programs["c++"]), self.version)
         # Zig compiles with -O2 and for a debugger, whatever cmake says
-        flags = ("-Xclang", "-O3", "-g0", "-fomit-frame-pointer", *self._same_names(tree))
+        flags = ("-Xclang", "-O3", "-g0", "-fomit-frame-pointer", *self.target.system.flags)
         return cmake.Toolchain(
             compiler, probe.Probe((), flags, {}, openmp=False), more=tuple(definitions.items())
         )

@@ -133,16 +133,41 @@ def test_a_build_is_measured_beside_the_wheel(
     monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
     measured: list[tuple[Path, Path]] = []
 
-    def measure(here: Path, with_wheel: Path) -> dict[str, float]:
+    def measure(here: Path, with_wheel: Path) -> dict[str, tuple[float, float]]:
         measured.append((here, with_wheel))
-        return {"prompts": 1.234, "replies": 0.99}
+        return {"prompt": (1.234, 1.3), "dense": (0.99, 1), "sparq,ratio=1/8": (1, 1)}
 
     monkeypatch.setattr(gain, "gain", measure)
     code, out, err = run("build")
     assert code == 0
-    assert err.endswith("it reads prompts 1.23 times as fast, and decodes 0.99 times as fast\n")
+    assert "it reads a prompt 1.23 to 1.30 times as fast as the wheel's, and decodes 0.99 to" in err
+    assert err.endswith("; 1.00 to 1.00 times at 1/8\n")
     assert measured == [(Path(out.strip()), carried.find())]
     assert run("build").err == "" and len(measured) == 1  # only what was new
+
+
+def test_a_build_that_cannot_be_measured_is_built(
+    run: Run, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
+
+    def measure(here: Path, with_wheel: Path) -> dict[str, float]:
+        raise SparqError("no space left")
+
+    monkeypatch.setattr(gain, "gain", measure)
+    code, out, err = run("build")
+    assert code == 0 and Path(out.strip(), "libllama.so").is_file()
+    assert err.endswith("it could not be measured: no space left\n")
+
+
+def test_what_came_with_the_wheel_is_in_use(
+    wheel: Path, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails(monkeypatch)
+    folder = native.built()
+    assert build.used() >= {folder, build.bindings()}
+    (world / "ggml_ops" / "op.c").write_text("int edited;\n")
+    assert build.used() == set()
 
 
 def test_without_a_wheel_nothing_changes(world: Path) -> None:

@@ -1,0 +1,108 @@
+"""What the cache holds, and what `sparq-cpp clean` removes of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pyorch import native, paths
+from pyorch.cli import clean
+from pyorch.native import build
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+OTHERS = {
+    "sdist/source.tar.gz": "source",
+    "bench/model.gguf": "bench",
+    "convert/env-1/ready": "converter",
+    "wheels/linux/cc": "wheels",
+    "model_hashes.jsonl": "other",
+    "models/one/model.gguf": "models",
+    "texts/one.kv": "kept",
+    "calibrated/one.jsonl": "kept",
+    "chat_history": "kept",
+}
+
+
+@pytest.fixture
+def current(world: Path) -> Path:
+    """The build of the present sources, in a cache that has an older one, and one of each kind."""
+    build.build(build.Options(), note=lambda _: None)
+    with (world / "patches" / "0001-hook.patch").open("a") as file:
+        file.write("\n")
+    folder = build.build(build.Options(), note=lambda _: None)
+    for name in OTHERS:
+        (paths.cache() / name).parent.mkdir(parents=True, exist_ok=True)
+        (paths.cache() / name).write_text(name)
+    return folder
+
+
+def left() -> set[str]:
+    """The names of the files of `OTHERS` that are still there."""
+    return {name for name in OTHERS if (paths.cache() / name).exists()}
+
+
+def test_it_removes_what_another_run_would_not_use(run: Run, current: Path) -> None:
+    (paths.cache() / "lib" / "killed.partial").mkdir()
+    before = {kind: sum(map(paths.size, of)) for kind, of in clean.contents().items()}
+    code, out, err = run("clean", "--yes")
+    assert (code, err) == (0, "")
+    assert f"  old  {'':<6}" in out and f"({before['old']} bytes)" in out
+    assert native.find() == current and build.has_bindings()
+    assert list((paths.cache() / "lib").iterdir()) == [current]
+    assert len(list((paths.cache() / "build").iterdir())) == 1
+    assert left() == set(OTHERS)
+    assert before["old"] > 0
+    after = json.loads(run("clean", "--json").out)
+    assert after == {"path": str(paths.cache()), "bytes": before | {"old": 0}, "removed": 0}
+    assert run("clean") == (0, run("clean").out, "nothing to remove\n")
+
+
+def test_it_asks(run: Run, current: Path) -> None:
+    code, _, err = run("clean")
+    assert code == 1 and err.splitlines()[1] == "hint: remove it with --yes"
+    assert run("clean", "models", stdin="n\n", terminal=True).code == 1
+    shown = json.loads(run("clean", "--all", "--json").out)
+    assert shown["removed"] == 0 and shown["bytes"]["kept"] == sum(
+        len(name) for name, kind in OTHERS.items() if kind == "kept"
+    )
+    assert len(list((paths.cache() / "lib").iterdir())) == 2 and left() == set(OTHERS)
+    assert run("clean", "models", stdin="y\n", terminal=True).code == 0
+    assert left() == {name for name, kind in OTHERS.items() if kind != "models"}
+    assert run("clean", "model").code == 2
+
+
+def test_all_leaves_what_nobody_can_make_again(run: Run, current: Path) -> None:
+    removed = json.loads(run("clean", "--all", "--yes", "--json").out)["removed"]
+    assert left() == {name for name, kind in OTHERS.items() if kind in ("models", "kept")}
+    assert native.find() is None and removed > 0
+    assert run("clean", "models", "kept", "--yes").code == 0
+    assert not [p for p in paths.cache().rglob("*") if p.is_file() and p.name != "lock"]
+
+
+def test_an_empty_cache(run: Run, world: Path) -> None:
+    code, out, err = run("clean", "--all", "--yes")
+    assert (code, out, err) == (0, f"{paths.cache()}\n", "nothing to remove\n")
+    assert not paths.cache().exists()
+
+
+@pytest.mark.parametrize("locked", ["", "wheels/linux"])
+def test_it_waits_for_who_works_there(
+    current: Path, locked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+    thread = Thread(target=clean.remove, args=([paths.cache() / "wheels"],))
+    with paths.locked(paths.cache() / locked, lambda _: None):
+        thread.start()
+        while "waiting for process" not in said:
+            said += capsys.readouterr().err
+            time.sleep(0.01)
+        assert (paths.cache() / "wheels" / "linux" / "cc").exists()
+    thread.join()
+    assert not (paths.cache() / "wheels").exists()
