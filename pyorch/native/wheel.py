@@ -136,7 +136,8 @@ def make(name: str, into: Path) -> Path:
     options = build.Options(portable=True)
     made_of = build.sources(options)
     version = metadata.version("ziglang")
-    key = json.dumps([made_of["pin"], made_of["patches"], target.zig, version]).encode()
+    how = source.digest_of({"wheel": Path(__file__), "cmake": Path(cmake.__file__)})
+    key = json.dumps([made_of["pin"], made_of["patches"], how, target.zig, version]).encode()
     root = paths.cache() / "wheels" / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
     for old in set(root.parent.glob(f"{name}-*")) - {root}:
         shutil.rmtree(old)
