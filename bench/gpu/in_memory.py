@@ -8,8 +8,8 @@
 The model is synthetic, K and V are random. llama.cpp's attention is that of our library: `off`, its
 own code, with -fa 1 and, where V can be transposed, -fa 0 in a context of its own. With --card the
 GPU takes K and V of as many layers as fit a card of that size beside the weights, and llama.cpp's
-is left out, since it has no such placement. With -ngl 0 weights are in memory too, and no device is
-needed. The last row of a number of threads is a batch of a prompt after so many positions. Each
+is left out, since it has no such placement. The last row is a batch of a prompt after so many
+positions. With -ngl 0 weights are in memory too, no device is needed, and there is no prompt. Each
 result is told when it is there: what kills a run takes none of them along.
 """
 
@@ -95,7 +95,8 @@ def groups(given: runner.Given) -> list[list[Case]]:
         stock = [Case(*of, bool(fa), OFF) for fa in given.flash_attn if fa or plain]
         stock = [] if given.card else stock
         ours = [Case(*of, True, spec) for spec in given.specs]
-        alone = [*stock, *ours, Case(*of, True, OFF, N_PROMPT)]
+        prompt = [Case(*of, True, OFF, N_PROMPT)] * (card != NO_CARD)
+        alone = [*stock, *ours, *prompt]
         some = given.threads or [engine.usable_cores()]
         found.append([replace(case, threads=n) for n in some for case in alone])
     return found

@@ -280,10 +280,10 @@ def _table(recs: Sequence[Record]) -> str:
                 f"{rec['n_same']} of {case.n_gen}",
             ])  # fmt: skip
     about = (
-        f"{recs[0]['model_name']}, {case.n_gen} tokens after a text of so many, drafts of "
-        f"{case.n_draft} tokens, {case.n_threads} threads, {env['machine']['cpu']}; medians of "
-        f"{case.n_samples}, in turns. The last column: how many tokens of the reply are those "
-        "without drafts."
+        f"{recs[0]['model_name']}, {case.n_gen} tokens after so many of the text {case.text[:8]}, "
+        f"drafts of {case.n_draft} tokens, {case.n_threads} threads, {env['machine']['cpu']}; "
+        f"medians of {case.n_samples}, in turns. The last column: how many tokens of the reply are "
+        "those without drafts."
     )
     head = ["positions", "attention", "drafts", "tokens/s", "accepted", "tokens per step", "same"]
     return f"{about}\n\n{markdown(head, rows)}"
