@@ -78,7 +78,7 @@ OPTIONS = (
     click.option("-r", "--repetitions", type=Number(int, 1), default=2, show_default=True),
     click.option("-fa", "--flash-attn", type=Numbers(0, 1), default="1,0", help="Of stock."),
     click.option("--card", type=Number(float, 0), default=0, help="GiB of a card that is filled."),
-    click.option("-ngl", "--n-gpu-layers", type=Number(int, 0), help="0: without a GPU."),
+    click.option("-ngl", "--n-gpu-layers", type=Number(int, 0, 0), help="0: without a GPU."),
     click.option("-t", "--threads", type=Numbers(1, MAX_THREADS), help="[default: all cores]"),
     runner.specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
 )
@@ -93,7 +93,7 @@ def groups(given: runner.Given) -> list[list[Case]]:
         of = given.like, n_layer, given.quant, given.cache_type, depth, card
         plain = given.cache_type in ("f16", "f32", "bf16")  # others have no transposed V
         stock = [Case(*of, bool(fa), OFF) for fa in given.flash_attn if fa or plain]
-        stock = [] if given.card else stock
+        stock = [] if card > 0 else stock
         ours = [Case(*of, True, spec) for spec in given.specs]
         prompt = [Case(*of, True, OFF, N_PROMPT)] * (card != NO_CARD)
         alone = [*stock, *ours, *prompt]
@@ -166,7 +166,7 @@ def _bytes(s: engine.Session, case: Case) -> float:
     sizes = (t.bytes_per_element for t in s.cache.types)
     costs = cost.layer_costs(s.geometry, case.spec, case.n_depth, *sizes)
     weights = s.geometry.weight_bytes_per_token if case.card == NO_CARD else 0
-    return weights + sum(c.bytes_read for c in costs)
+    return weights + sum(c.bytes_read for c in costs if case.card <= 0 or c.il in s.kv_in_memory)
 
 
 def _timed(s: engine.Session, case: Case, n_gen: int) -> tuple[list[int], dict[str, int]]:

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
@@ -21,6 +21,18 @@ from pyorch.progress import Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class Placement(TypedDict, total=False):
+    """Where a model goes, as keywords of `load` and `load_model`, which explains them."""
+
+    n_gpu_layers: int | None
+    kv_offload: bool | None
+    placed: Callable[[Session], None] | None
+    workers: Sequence[str]
+    tensor_split: Sequence[float]
+    numa: str
+    repack: bool
 
 
 def load(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from pyorch.attention.bytes import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
 from pyorch.attention.placement import Cache
@@ -20,9 +20,6 @@ from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_memory
 from pyorch.native import probe
-
-if TYPE_CHECKING:
-    from pyorch.engine.model import Session
 
 MASK_BYTES = 128 << 20  # the most of a mask, by default
 DEFAULT_CTX = 8192  # by default; less if the model was trained on less
@@ -129,18 +126,6 @@ class SessionOptions(TypedDict, total=False):
     n_mapped: int
     n_away: int | None
     swa_full: bool
-
-
-class Placement(TypedDict, total=False):
-    """Where a model goes, as keywords of `load` and `load_model`, which explains them."""
-
-    n_gpu_layers: int | None
-    kv_offload: bool | None
-    placed: Callable[[Session], None] | None
-    workers: Sequence[str]
-    tensor_split: Sequence[float]
-    numa: str
-    repack: bool
 
 
 @dataclass(frozen=True)

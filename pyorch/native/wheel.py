@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from pyorch import __version__, children, paths
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.native import build, cmake, probe, source
 from pyorch.progress import progress_bar, say
@@ -203,7 +203,8 @@ def _pack(built: Path, target: Target, into: Path) -> Path:
     done = children.run(argv, env=env, cwd=paths.REPOSITORY)
     if done.returncode:
         raise SparqError(f"hatchling failed: {children.reason(done)}", "look at hatch_build.py")
-    return into / f"sparq_cpp-{__version__}-{target.tag}.whl"
+    made = into.glob(f"sparq_cpp-*-{target.tag}.whl")  # beside those of older versions
+    return max(made, key=lambda file: file.stat().st_mtime)
 
 
 class Zig:
