@@ -99,10 +99,10 @@ def machine_name() -> str:
 
 @cache
 def machine() -> Machine:
-    from pyorch.native import cuda, probe
+    from pyorch.native import carried_cuda, cuda, probe
 
     gpu: _Gpu = {}
-    if cuda.present():
+    if cuda.present() or carried_cuda.usable()[0]:
         first = cuda.devices()[0][0]
         gpu = {"gpu": first.name, "gpu_gib": round(first.memory / 2**30, 1)}
     return {

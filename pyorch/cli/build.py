@@ -82,7 +82,7 @@ def _tell_gain(folder: Path) -> None:
 
     say("measuring it beside the library of the wheel")
     try:
-        with_wheel = carried.find()
+        with_wheel = carried.find_cpu()
         assert with_wheel is not None, "the caller has looked"
         found = gain.gain(folder, with_wheel).values()
         prompt, dense, sparse = (f"{low:.2f} to {high:.2f}" for low, high in found)

@@ -63,7 +63,7 @@ def examine() -> dict[str, Facts]:
         "built": built,
         "machine": _machine(),
         "toolchain": toolchain,
-        "off": off | failed,
+        "off": {name: why for name, why in (off | failed).items() if why},
         "cache": {"path": str(root), **{folder.name: paths.size(folder) for folder in folders}},
     }
 
@@ -109,7 +109,7 @@ def _toolchain() -> tuple[Facts, Facts]:
 def _built() -> tuple[Facts, Facts]:
     """What is built and whether it works, and the features that failed when it was tried."""
     from pyorch import native
-    from pyorch.native import build, carried, cuda, smoke
+    from pyorch.native import build, carried, carried_cuda, cuda, smoke
 
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
     kinds += [build.Options(cuda=cuda.archs(None))] if cuda.nvcc() else []
@@ -122,10 +122,15 @@ def _built() -> tuple[Facts, Facts]:
             facts[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
             failed |= stamp["off"]
     try:
-        if (folder := carried.find()) and (stamp := build.read_stamp(folder)):
+        if (folder := carried.find_cpu()) and (stamp := build.read_stamp(folder)):
             facts[carried.NAME] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
             facts["variant"] = carried.about(stamp)
             failed |= stamp["off"]
+            with_cuda, why = carried_cuda.find(folder)
+            if with_cuda and (stamp := build.read_stamp(with_cuda)):
+                facts[carried_cuda.NAME] = {"lib_dir": str(with_cuda), "stamp": stamp["stamp"]}
+            if with_cuda or why:
+                failed["cuda"] = why and f"{carried_cuda.PACKAGE} is not used: {why}"
         used = native.find()
         if used:
             facts["used"] = used.name

@@ -22,10 +22,10 @@ from pyorch.progress import say
 def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     """The folder with libllama and the tools, built for the present inputs; None = not built.
 
-    A build with CUDA is preferred where there is a device, and one for this CPU to a portable one,
-    which `sparq-cpp build --portable` makes. Where none was made, the library that came with the
-    wheel is unpacked to the cache. A build of another machine that SPARQ_LIBRARY names is taken as
-    it is.
+    A build with CUDA is preferred where there is a device, also the one of the package
+    sparq-cpp-cuda, and one for this CPU to a portable one, which `sparq-cpp build --portable`
+    makes. Where none was made, the library that came with the wheel is unpacked to the cache. A
+    build of another machine that SPARQ_LIBRARY names is taken as it is.
 
     Args:
         stock: the same pin without our patches.
@@ -34,7 +34,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     Raises:
         SparqError: SPARQ_LIBRARY names no finished build, or one without these tools.
     """
-    from pyorch.native import build, carried
+    from pyorch.native import build, carried, carried_cuda
 
     if not stock and (given := build.from_environment()):
         if missing := [tool for tool in tools if not (given / tool).is_file()]:
@@ -48,10 +48,16 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     for options in (usual, portable, build.Options(stock), build.Options(stock, portable=True)):
         if build.has_bindings() and (found := build.find(options, tools)):
             break
-    else:
-        found = None if stock else carried.find()
-    if found and usual.cuda and not options.cuda:
+    with_cuda = found is not None and bool(options.cuda)
+    packaged = not with_cuda and carried_cuda.usable()[0] is not None
+    came = carried.find() if packaged or not (found or stock) else None
+    came_with_cuda = came is not None and came.name.startswith(carried_cuda.NAME)
+    if came and not stock and (came_with_cuda or not found):
+        found, with_cuda = came, came_with_cuda
+    if found and usual.cuda and not with_cuda:
         say("there is a CUDA device, but this build is for the CPU: run sparq-cpp build")
+    elif found and stock and came_with_cuda:
+        say("stock llama.cpp is for the CPU here, and ours uses CUDA, unless SPARQ_CUDA=0 is set")
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pyorch import children, paths
 from pyorch.errors import SparqError
-from pyorch.native import build, probe, smoke
+from pyorch.native import build, carried_cuda, probe, smoke
 from pyorch.progress import say
 
 FOLDER = paths.PACKAGE / "_built"
@@ -37,7 +37,18 @@ def fits() -> bool:
 
 
 def find() -> Path | None:
-    """The folder of the cache that has it for this machine, made if necessary; None if none came.
+    """The folder of the cache that has it for this machine, with CUDA if that can be used
+    (carried_cuda.py); None if none came.
+
+    Raises:
+        SparqError: as in `find_cpu`.
+    """
+    cpu = find_cpu()
+    return cpu and (carried_cuda.find(cpu)[0] or cpu)
+
+
+def find_cpu() -> Path | None:
+    """The folder that has it for the CPU alone, made if necessary; None if none came.
 
     Raises:
         SparqError: no variant works here, or the cache cannot be written.

@@ -149,7 +149,7 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
     root = _root(nvcc)
     own = [folder for folder in (root / "lib64", root / "lib") if folder.is_dir()]
     include, lib, libraries = [], [], {}
-    for folder in _python_packages(number.partition(".")[0]):
+    for folder in python_packages(number.partition(".")[0]):
         if (folder / "include").is_dir():
             include.append(str(folder / "include"))
         if (folder / "include" / "cccl").is_dir():
@@ -192,7 +192,7 @@ def _root(nvcc: str) -> Path:
     return Path(match.group(1).decode()) if match else Path(nvcc).resolve().parent.parent
 
 
-def _python_packages(major: str) -> list[Path]:
+def python_packages(major: str) -> list[Path]:
     """Folders of NVIDIA's packages: `nvidia/cu13` for 13, `nvidia/cublas` and so on for 12."""
     found: list[Path] = []
     for entry in sys.path:

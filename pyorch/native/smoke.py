@@ -51,6 +51,7 @@ TIMEOUT_S = 300  # it takes one or two seconds
 _CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
+_GPUS = (1, 2)  # types of ggml's devices: a card, and one that shares the CPU's memory
 _TensorPtr = POINTER(Tensor)
 
 
@@ -80,14 +81,17 @@ class Fault:
         return f"{self.case} {self.how}"
 
 
-def fault(folder: Path) -> Fault | None:
+def fault(folder: Path, gpu: bool = False) -> Fault | None:
     """The first thing that the library in `folder` does wrong, found by a child process; None if
     there is none.
+
+    Args:
+        gpu: try its GPUs, which multiply, and not the CPU. There must be one.
 
     Raises:
         SparqError: it could not be found out, or the library does not load.
     """
-    argv = children.python("pyorch.native.smoke", str(folder))
+    argv = children.python("pyorch.native.smoke", str(folder), *["gpu"] * gpu)
     try:
         done = children.run(argv, timeout=TIMEOUT_S)
         said, code = done.stdout, done.returncode
@@ -123,20 +127,17 @@ def suspects(found: Fault, isa: tuple[str, ...]) -> list[str]:
 # ---- the child ----
 
 
-def check(folder: Path) -> Iterator[dict[str, str]]:
-    """Multiply, and attend. Yields each case before it is tried, and the first wrong one with
-    `how`."""
+def check(folder: Path, gpu: bool = False) -> Iterator[dict[str, str]]:
+    """Multiply, and on the CPU attend. Yields each case before it is tried, and the first wrong one
+    with `how`."""
     base, cpu = _load(folder)
-    backend = cpu.ggml_backend_cpu_init()
-    cpu.ggml_backend_cpu_set_n_threads(backend, THREADS)
-    plain = base.ggml_backend_get_default_buffer_type(backend)
-    for buffer_type in [plain, *_extra_buffers(base, cpu, backend)]:
+    for backend, buffer_type, attends in _gpus(base, folder) if gpu else _cpu(base, cpu):
         buffer = base.ggml_backend_buft_name(buffer_type).decode()
         tries = [
             (f"by {kind}", functools.partial(_product, base, backend, buffer_type, kind))
             for kind in WEIGHTS
         ]
-        if buffer_type == plain and _is_ours(base):
+        if attends:
             tries += [
                 (f"by K and V{how}", functools.partial(_attention, base, backend, fast))
                 for fast, how in ((0, ""), (1, ", fast"))
@@ -149,6 +150,29 @@ def check(folder: Path) -> Iterator[dict[str, str]]:
                 if not (wrong := error(n_token)) <= WRONG:  # also NaN
                     yield case | {"how": f"is wrong by {wrong:.0%}"}
                     return
+
+
+def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
+    """The backend of the CPU with each type of buffer for weights, and whether to attend there."""
+    backend = cpu.ggml_backend_cpu_init()
+    cpu.ggml_backend_cpu_set_n_threads(backend, THREADS)
+    yield backend, base.ggml_backend_get_default_buffer_type(backend), _is_ours(base)
+    for buffer_type in _extra_buffers(base, cpu, backend):
+        yield backend, buffer_type, False
+
+
+def _gpus(base: Any, folder: Path) -> Iterator[tuple[int, int, bool]]:
+    """Likewise each GPU. Ends the process if there is none: ggml has said why."""
+    ggml = ctypes.CDLL(str(folder / probe.library("ggml")))
+    ggml.ggml_backend_dev_count.restype = c_size_t
+    ggml.ggml_backend_dev_get.restype, ggml.ggml_backend_dev_get.argtypes = c_void_p, [c_size_t]
+    found = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+    devices = [device for device in found if base.ggml_backend_dev_type(device) in _GPUS]
+    if not devices:
+        sys.exit(1)
+    for device in devices:
+        backend = base.ggml_backend_dev_init(device, None)
+        yield backend, base.ggml_backend_get_default_buffer_type(backend), False
 
 
 def _product(base: Any, backend: int, buffer_type: int, kind: str, n_token: int) -> float:
@@ -279,6 +303,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
         (base, "ggml_backend_alloc_ctx_tensors_from_buft", p, p, p),
         (base, "ggml_backend_buffer_free", None, p),
         (base, "ggml_backend_dev_supports_op", c_bool, p, t),
+        (base, "ggml_backend_dev_type", c_int, p),
+        (base, "ggml_backend_dev_init", p, p, c_char_p),
         (base, "ggml_backend_tensor_set", None, t, p, c_size_t, c_size_t),
         (base, "ggml_backend_tensor_get", None, t, p, c_size_t, c_size_t),
         (base, "ggml_backend_graph_compute", c_int, p, p),
@@ -302,7 +328,7 @@ def _is_ours(base: Any) -> bool:
 def main() -> None:
     """Print what `check` yields, a line of JSON each."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here
-    for line in check(Path(sys.argv[1])):
+    for line in check(Path(sys.argv[1]), gpu="gpu" in sys.argv[2:]):
         print(json.dumps(line), flush=True)
 
 

@@ -177,11 +177,7 @@ def make(name: str, into: Path) -> Path:
         where, licenses = source.locate(pin), built / "licenses"
         source.unpack(where, "llama_cpp", built / "python" / "llama_cpp")
         source.unpack(where, "", licenses / "llama_cpp", only=("LICENSE.md",))
-        for name, tree in {"llama.cpp": root / "all" / "src", "zig": zig.folder}.items():
-            for file in (f for f in tree.rglob("LICENSE*") if f.is_file()):
-                copy = licenses / name / file.relative_to(tree)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, copy)
+        copy_licenses(licenses, {"llama.cpp": root / "all" / "src", "zig": zig.folder})
         stamp = {
             "stamp": source.digest_of({str(f.relative_to(built)): f for f in _files(built)})[:12],
             "inputs": made_of,
@@ -189,21 +185,34 @@ def make(name: str, into: Path) -> Path:
             "compiler": zig.version,
         }
         (built / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
-        return _pack(built, target, into)
+        env = {"SPARQ_WHEEL_LIBRARY": str(built), "SPARQ_WHEEL_TAG": target.tag}
+        return pack(paths.REPOSITORY, "sparq_cpp", env, into)
+
+
+def copy_licenses(into: Path, trees: dict[str, Path]) -> None:
+    """Copy the licences of all that is in each tree to a folder of its name."""
+    for name, tree in trees.items():
+        for file in (f for f in tree.rglob("LICENSE*") if f.is_file()):
+            copy = into / name / file.relative_to(tree)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
 
 
 def _files(folder: Path) -> Iterator[Path]:
     return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
-def _pack(built: Path, target: Target, into: Path) -> Path:
-    """The wheel of the clone with what was built in it (hatch_build.py)."""
-    env = {**os.environ, "SPARQ_WHEEL_LIBRARY": str(built), "SPARQ_WHEEL_TAG": target.tag}
+def pack(project: Path, name: str, env: dict[str, str], into: Path) -> Path:
+    """The wheel of a project of Python, of that name, made with the variables of hatch_build.py.
+
+    Raises:
+        SparqError: hatchling failed.
+    """
     argv = [*children.python("hatchling"), "build", "-t", "wheel", "-d", str(into)]
-    done = children.run(argv, env=env, cwd=paths.REPOSITORY)
+    done = children.run(argv, env={**os.environ, **env}, cwd=project)
     if done.returncode:
         raise SparqError(f"hatchling failed: {children.reason(done)}", "look at hatch_build.py")
-    made = into.glob(f"sparq_cpp-*-{target.tag}.whl")  # beside those of older versions
+    made = into.glob(f"{name}-*-{env['SPARQ_WHEEL_TAG']}.whl")  # beside those of older versions
     return max(made, key=lambda file: file.stat().st_mtime)
 
 

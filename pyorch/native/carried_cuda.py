@@ -1,0 +1,121 @@
+"""CUDA from the package `sparq-cpp-cuda`, beside the library that came with the wheel.
+
+The package has the backend and a libggml that is linked with it, of the same sources;
+`pyorch/native/cuda_wheel.py` makes it. Where there is a GPU for it, a second folder of the cache
+gets the libraries and tools of the CPU with that libggml, and links to the backend and to NVIDIA's
+libraries, which lie in this environment. What cannot be used is told by `doctor`, and the CPU's
+folder is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from pyorch import paths
+from pyorch.errors import SparqError
+from pyorch.native import build, cuda, probe, smoke
+from pyorch.progress import say
+
+NAME = "sparq-carried-cuda"
+PACKAGE = "sparq-cpp-cuda"
+MODULE = "sparq_cpp_cuda"
+MAJOR = "13"  # of CUDA, with whose libraries it is linked
+NVIDIA = "nvidia"  # the link beside the backend, where that looks for NVIDIA's libraries
+_DRIVER = Path("/proc/driver/nvidia/version")
+_NEEDED = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13")
+
+
+def usable() -> tuple[Path | None, str]:
+    """The package's folder; or None and why CUDA is not used, "" where the package is not."""
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None or not spec.submodule_search_locations:
+        return None, ""
+    folder = Path(spec.submodule_search_locations[0])
+    stamp = build.read_stamp(folder)
+    if stamp is None or stamp["inputs"] != build.sources(build.Options(cuda="any")):
+        return None, "it is of other sources than these"
+    if os.environ.get("SPARQ_CUDA") == "0":
+        return None, "SPARQ_CUDA=0"
+    devices, why = cuda.devices()
+    for device in devices:
+        if not any(_runs(device.arch, arch) for arch in stamp["archs"]):
+            has = ", sm_".join(stamp["archs"])
+            why = f"it has code for sm_{has}, and {device.name} is of sm_{device.arch}"
+    if not why and _libraries() is None:
+        why = "NVIDIA's libraries are missing: pip install nvidia-cublas nvidia-cuda-runtime"
+    return (None, why) if why else (folder, "")
+
+
+def find(cpu: Path) -> tuple[Path | None, str]:
+    """The folder of the cache that has CUDA too; or None and why, as in `usable`.
+
+    Args:
+        cpu: the folder of the cache with what came with the wheel.
+
+    Raises:
+        SparqError: the cache cannot be written.
+    """
+    package, why = usable()
+    nvidia = _libraries()
+    if package is None or nvidia is None:
+        return None, why
+    carried: Any = build.read_stamp(package)
+    driver = _DRIVER.read_text("utf-8") if _DRIVER.is_file() else ""  # another is another trial
+    of = json.dumps([cpu.name, carried["stamp"], str(package), str(nvidia), driver])
+    target = cpu.with_name(f"{NAME}-{hashlib.sha256(of.encode()).hexdigest()[:12]}")
+
+    def done() -> bool:  # what its links lead to may be gone
+        return build.read_stamp(target) is not None and all(f.exists() for f in target.iterdir())
+
+    if not done():
+        with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):
+            if not done():
+                _make(cpu, package, nvidia, target)
+    stamp: Any = build.read_stamp(target)
+    why = stamp["off"].get("cuda", "")
+    return (None, why) if why else (target, "")
+
+
+def _make(cpu: Path, package: Path, nvidia: Path, target: Path) -> None:
+    """Put it into the cache, whose lock is held; if it does not work, then only the reason."""
+    of_cpu: Any = build.read_stamp(cpu)
+    carried: Any = build.read_stamp(package)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(cpu, partial)
+    backend = probe.library("ggml-cuda")
+    shutil.copyfile(package / probe.library("ggml"), partial / probe.library("ggml"))
+    (partial / backend).symlink_to(package / backend)
+    (partial / NVIDIA).symlink_to(nvidia)
+    stamp = of_cpu | {"stamp": carried["stamp"], "time": time.time(), "inputs": carried["inputs"]}
+    stamp["inputs"] |= {"options": NAME, "compiler": carried["compiler"], "cuda": carried["cuda"]}
+    try:
+        fault: object = smoke.fault(partial, gpu=True)
+    except SparqError as error:
+        fault = error.message
+    if fault:
+        stamp["off"] |= {"cuda": f"it does not work here: {fault}"}
+        say(f"{PACKAGE} is not used: {stamp['off']['cuda']}")
+        shutil.rmtree(partial)
+        partial.mkdir()
+    (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+def _runs(device: str, arch: str) -> bool:
+    """Whether a device runs code for an architecture: of its generation, and not newer."""
+    return device[:-1] == arch[:-1] and device[-1] >= arch[-1] and (arch != "120" or device == arch)
+
+
+def _libraries() -> Path | None:
+    """The folder of NVIDIA's libraries in this environment, if all are there."""
+    folders = [folder / "lib" for folder in cuda.python_packages(MAJOR)]
+    return next((f for f in folders if all((f / name).is_file() for name in _NEEDED)), None)

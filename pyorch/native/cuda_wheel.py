@@ -1,0 +1,183 @@
+"""Makes the wheel of the package `sparq-cpp-cuda`: `make wheel-cuda`.
+
+python -m pyorch.native.cuda_wheel dist        # for all of `ARCHS`
+python -m pyorch.native.cuda_wheel dist 90     # for one of them, in a fifth of the time
+
+It adds to the wheel for Linux on x86-64 what a build with CUDA has more: the backend, and a libggml
+that is linked with it (`pyorch/native/carried_cuda.py` uses both). cuBLAS and the CUDA runtime come
+from NVIDIA's own packages.
+
+nvcc takes no C++ library but GCC's, so GCC compiles what runs on the host. Zig links it, for the
+glibc of the other wheel, with GCC's library inside, of which nobody sees anything: between the
+backend and the rest there are calls of C only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pyorch import __version__, children, paths
+from pyorch.errors import SparqError
+from pyorch.native import build, carried_cuda, cmake, cuda, probe, source, wheel
+from pyorch.progress import progress_bar, say
+
+# A100; RTX 3000 and A10; RTX 4000 and L4; H100; RTX 5000. Code for an older one of the same digit
+# would run, but llama.cpp's host side takes an RTX 4000 for what only its own code is made for.
+ARCHS = ("80", "86", "89", "90", "120")
+# Asked for by what GCC compiles, and only in glibc 2.32: 0, there may be several threads.
+_OLDER_GLIBC = "char __libc_single_threaded;\n"
+_PYPROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "{version}"
+description = "CUDA for sparq-cpp: llama.cpp's backend with sparse attention, for {archs}"
+license = {{ text = "MIT" }}
+requires-python = ">=3.10"
+dependencies = {dependencies}
+
+[tool.hatch.build.targets.wheel]
+packages = ["{module}"]
+
+[tool.hatch.build.targets.wheel.hooks.custom]
+path = "{hook}"
+"""
+
+
+def main() -> None:
+    """Make it in the folder that the command line names, for the architectures that it names."""
+    into, *archs = sys.argv[1:]
+    for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"):  # they would make another wheel
+        os.environ.pop(name, None)
+    try:
+        print(make(paths.expanded(into).absolute(), tuple(archs) or ARCHS))
+    except metadata.PackageNotFoundError as error:
+        sys.exit(f"error: {error.name} is not installed\nhint: make wheel-cuda installs it")
+    except SparqError as error:
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")
+
+
+def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
+    """Make the wheel in the folder `into`. Returns its file.
+
+    Raises:
+        SparqError: CUDA or GCC cannot be used, or something did not compile.
+    """
+    target = wheel.TARGETS["linux-x86_64"]
+    options = build.Options(portable=True, cuda=";".join(f"{arch}-real" for arch in archs))
+    host = probe.need_compiler()
+    toolkit, why = cuda.toolkit(host)
+    release = toolkit.release if toolkit else ""
+    if toolkit is None or release.split(".")[0] != carried_cuda.MAJOR:
+        raise SparqError(
+            f"CUDA {carried_cuda.MAJOR} cannot be used: {why or f'nvcc is of {release}'}",
+            f"put nvcc {carried_cuda.MAJOR} on PATH, or set CUDA_HOME",
+        )
+    made_of = build.sources(options)
+    made_by = [metadata.version("ziglang"), release, host.version]
+    # not how it is made: ninja sees which of its commands are others, and this takes hours
+    key = json.dumps([made_of["pin"], made_of["patches"], target.zig, *made_by, archs]).encode()
+    root = paths.cache() / "wheels" / f"cuda-{hashlib.sha256(key).hexdigest()[:12]}"
+    with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
+        zig = wheel.Zig(target, root)
+        if not (root / target.cxx_library).exists():
+            say(f"the C++ library of {zig.version}")
+            zig.make_cxx_library()
+        tree = root / "cuda"
+        say(f"ggml with CUDA for sm_{', sm_'.join(archs)}, log in {tree / 'build.log'}")
+        build.prepare(tree, options, say)
+        more = {
+            "CMAKE_CUDA_HOST_COMPILER": str(_host(zig, host, tree)),
+            "CMAKE_INSTALL_RPATH": f"$ORIGIN;$ORIGIN/{carried_cuda.NVIDIA}",
+        }
+        chain = replace(zig.toolchain(tree, more), toolkit=toolkit)
+        with progress_bar("compiling", off_terminal=say) as bar:
+            cmake.compile_tree(tree, options, ("ggml",), build.default_jobs(), chain, bar, lock)
+        libraries = [tree / "out" / "bin" / probe.library(x) for x in ("ggml", "ggml-cuda")]
+        stamp = {
+            "stamp": source.digest_of({file.name: file for file in libraries})[:12],
+            "inputs": made_of,
+            "archs": archs,
+            "cuda": f"nvcc {release}; {';'.join(archs)}",
+            "compiler": f"{zig.version}, {host.version}",
+        }
+        licenses = {"llama.cpp": tree / "src", "zig": zig.folder}
+        return pack(root / "package", libraries, licenses, stamp, target.tag, into)
+
+
+def pack(
+    folder: Path,
+    libraries: Sequence[Path],
+    licenses: dict[str, Path],
+    stamp: dict[str, Any],
+    tag: str,
+    into: Path,
+) -> Path:
+    """The wheel of the package with these libraries. Returns its file.
+
+    Args:
+        folder: is filled with what the wheel is made of.
+        licenses: where they are, by the name of what they are for.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    package = folder / carried_cuda.MODULE
+    package.mkdir(parents=True)
+    for file in libraries:
+        shutil.copy(file, package)
+    (package / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
+    wheel.copy_licenses(package / "licenses", licenses)
+    for path in metadata.files("nvidia-cuda-cccl") or ():  # whose templates are compiled in
+        if "license" in path.name.lower():
+            shutil.copy(path.locate(), package / "licenses" / "nvidia-cuda-cccl.txt")
+    major = int(carried_cuda.MAJOR)
+    needed = [f"nvidia-{name}>={major}.0,<{major + 1}" for name in ("cublas", "cuda-runtime")]
+    text = _PYPROJECT.format(
+        name=carried_cuda.PACKAGE,
+        module=carried_cuda.MODULE,
+        version=__version__,
+        archs=f"sm_{', sm_'.join(stamp['archs'])}",
+        dependencies=json.dumps([f"sparq-cpp=={__version__}", *needed]),
+        hook=paths.REPOSITORY / "hatch_build.py",
+    )
+    (folder / "pyproject.toml").write_text(text, "utf-8")
+    return wheel.pack(folder, carried_cuda.MODULE, {"SPARQ_WHEEL_TAG": tag}, into)
+
+
+def _host(zig: wheel.Zig, host: probe.Compiler, tree: Path) -> Path:
+    """A program that compiles as GCC does, for nvcc, and links as Zig does, for cmake."""
+    gcc, folder = shlex.split(host.cxx), zig.root
+    library = children.run([*gcc, "-print-file-name=libstdc++.a"]).stdout.strip()
+    older, exports = folder / "older-glibc.c", folder / "exports.map"
+    older.write_text(_OLDER_GLIBC, "utf-8")
+    exports.write_text("{ global: ggml_*; local: *; };\n", "utf-8")
+    compile = shlex.join([*gcc, f"-ffile-prefix-map={tree}=."])
+    link = shlex.join([str(zig.folder / "zig"), "cc", "-target", zig.target.zig])
+    hidden = shlex.quote(f"-Wl,--gc-sections,--version-script={exports}")
+    more = shlex.join([library, str(older), "-lunwind"])
+    lines = [
+        "#!/bin/sh",
+        f'case " $* " in *" -c "*|*" -E "*) exec {compile} "$@" ;; esac',
+        f'case " $* " in *" -shared "*) set -- "$@" {hidden} ;; esac',
+        f'exec {link} "$@" {more}',
+    ]
+    program = folder / "host"
+    program.write_text("\n".join([*lines, ""]), "utf-8")
+    program.chmod(0o755)
+    return program
+
+
+if __name__ == "__main__":
+    main()
