@@ -90,7 +90,10 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
     made_by = [metadata.version("ziglang"), release, host.version]
     # not how it is made: ninja sees which of its commands are others, and this takes hours
     key = json.dumps([made_of["pin"], made_of["patches"], target.zig, *made_by, archs]).encode()
-    root = paths.cache() / "wheels" / f"cuda-{hashlib.sha256(key).hexdigest()[:12]}"
+    name = "cuda" if archs == ARCHS else f"cuda_{'_'.join(archs)}"
+    root = paths.cache() / "wheels" / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
+    for old in set(root.parent.glob(f"{name}-*")) - {root}:
+        shutil.rmtree(old)
     with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
         zig = wheel.Zig(target, root)
         if not (root / target.cxx_library).exists():

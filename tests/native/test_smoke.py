@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_device
 import pytest
 from c_library import compiled
 from test_build import runs
@@ -53,6 +54,40 @@ def test_a_wrong_number_is_found(
     *_, last = smoke.check(native_lib_dir)
     assert last["case"] == f"multiplying 1 token by {kind} (CPU)"
     assert last["how"].startswith("is wrong by ")
+
+
+LOADS = """
+#include <stdlib.h>
+void * ggml_backend_load(const char *);
+__attribute__((constructor)) static void with_devices(void) { ggml_backend_load(getenv("FAKE")); }
+"""
+
+
+@pytest.fixture
+def on_gpus(native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same library, with a libggml that knows of devices that are not there."""
+    monkeypatch.setenv("FAKE", str(fake_device.build(tmp_path, native_lib_dir)))
+    (folder := tmp_path / "library").mkdir()
+    for file in native_lib_dir.glob("lib*"):
+        (folder / file.name).symlink_to(file)
+    (folder / "libggml.so").unlink()
+    found = (f"-L{native_lib_dir}", "-Wl,--no-as-needed", "-lggml", f"-Wl,-rpath,{native_lib_dir}")
+    compiled(LOADS, folder / "libggml.so", *found)
+    return folder
+
+
+def test_gpus_are_tried(on_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DEVICES", "2")
+    assert smoke.fault(on_gpus, gpu=True) is None
+    monkeypatch.setattr(smoke, "WRONG", -1.0)
+    first, last = smoke.check(on_gpus, gpu=True)
+    assert first["case"] == "multiplying 1 token by f32 (FAKE0)" and "how" in last
+
+
+def test_there_must_be_a_gpu(on_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DEVICES", "0")
+    with pytest.raises(SparqError, match="could not be tried: .*, at loading the library"):
+        smoke.fault(on_gpus, gpu=True)
 
 
 SHIM = """

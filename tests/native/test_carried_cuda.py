@@ -1,0 +1,191 @@
+"""CUDA from the package sparq-cpp-cuda: when it is used, and what is said where it is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pyorch import native
+from pyorch.bench import records
+from pyorch.errors import SparqError
+from pyorch.native import build, carried, carried_cuda, cuda, probe, smoke
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+H100 = cuda.Device("90", "NVIDIA H100")
+
+
+@pytest.fixture
+def cpu(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What came with the wheel, in the cache, beside the package for an H100, which is here. What
+    NVIDIA's packages have is in the environment, and no compiler."""
+    here = world / "packages"
+    of_cuda = build.sources(build.Options(cuda="any"))
+    stamp = {"stamp": "abc", "inputs": of_cuda, "archs": ["80", "90"], "cuda": "c", "compiler": "z"}
+    files = {f"nvidia/cu13/lib/{name}": name for name in carried_cuda._NEEDED}
+    files |= {"sparq_cpp_cuda/libggml.so": "with CUDA", "sparq_cpp_cuda/libggml-cuda.so": "CUDA"}
+    files["sparq_cpp_cuda/stamp.json"] = json.dumps(stamp)
+    for name, text in files.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(text)
+    folder = world / "cache" / "lib" / "sparq-carried-of-this-cpu"
+    folder.mkdir(parents=True)
+    of_cpu: dict[str, Any] = {"time": 1, "off": {"zen4": "it fails"}, "pin": "p", "isa": ["x64"]}
+    of_cpu |= {"stamp": "of the CPU", "inputs": build.sources(build.Options()), "ranked": ["x64"]}
+    of_cpu["inputs"] |= {"options": carried.NAME, "compiler": "c"}
+    for name in ("libggml.so", "libllama.so", "llama-server"):
+        (folder / name).write_text("CPU")
+    (folder / "stamp.json").write_text(json.dumps(of_cpu))
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setattr(carried, "find_cpu", lambda: folder)
+    monkeypatch.setattr(cuda, "devices", lambda: ((H100,), ""))
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: "")
+    monkeypatch.setattr(probe, "find_compiler", lambda: None)
+    monkeypatch.setattr(carried_cuda, "_DRIVER", world / "driver")
+    monkeypatch.delenv("SPARQ_CUDA", raising=False)
+    monkeypatch.delenv("SPARQ_LIBRARY", raising=False)
+    return folder
+
+
+@pytest.fixture
+def tried(cpu: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stamps of what was tried, all on a GPU; it works until the test adds what fails."""
+    folders: list[str] = []
+
+    def fault(folder: Path, gpu: bool = False) -> None:
+        if gpu:  # doctor tries the CPU too
+            folders.append((folder / "libggml.so").read_text())
+
+    monkeypatch.setattr(smoke, "fault", fault)
+    return folders
+
+
+def test_it_is_used_where_a_gpu_is(cpu: Path, tried: list[str], world: Path, run: Run) -> None:
+    folder = native.built()
+    assert native.find(tools=("llama-server",)) == folder and tried == ["with CUDA"]
+    assert (folder / "libllama.so").read_text() == "CPU"
+    assert (
+        folder / "libggml-cuda.so"
+    ).readlink() == world / "packages/sparq_cpp_cuda/libggml-cuda.so"
+    assert (folder / "nvidia" / "libcublas.so.13").is_file()
+    stamp: Any = build.read_stamp(folder)
+    assert (stamp["stamp"], stamp["isa"], stamp["inputs"]["compiler"]) == ("abc", ["x64"], "z")
+    assert folder in build.used()
+    facts = json.loads(run("doctor", "--json")[1])
+    assert facts["built"]["used"] == folder.name and facts["built"]["works"] == "yes"
+    assert facts["built"][carried_cuda.NAME]["lib_dir"] == str(folder)
+    assert "cuda" not in facts["off"]
+    records.machine.cache_clear()
+    assert records.machine()["gpu"] == "NVIDIA H100"
+    records.machine.cache_clear()
+
+
+def test_a_build_for_the_cpu_that_was_made_here_gives_way(
+    cpu: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
+        made, stock = build.build(build.Options()), build.build(build.Options(stock=True))
+    found = native.find()
+    assert found and found.name.startswith(carried_cuda.NAME)
+    capsys.readouterr()
+    assert native.find(stock=True) == stock
+    assert "stock llama.cpp is for the CPU here, and ours uses CUDA" in capsys.readouterr().err
+    monkeypatch.setenv("SPARQ_CUDA", "0")
+    assert (native.find(), native.find(stock=True)) == (made, stock)
+    assert capsys.readouterr().err == ""
+
+
+def refuse(what: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "switched off":
+        monkeypatch.setenv("SPARQ_CUDA", "0")
+    elif what == "no GPU":
+        monkeypatch.setattr(cuda, "devices", lambda: ((), "no CUDA device: libcuda.so.1: none"))
+    elif what == "another GPU":
+        monkeypatch.setattr(cuda, "devices", lambda: ((H100, cuda.Device("75", "RTX 2080")), ""))
+    elif what == "other sources":
+        (world / "ggml_ops" / "cuda").mkdir()
+        (world / "ggml_ops" / "cuda" / "op.cu").write_text("int edited;\n")
+    elif what == "no cuBLAS":
+        (world / "packages/nvidia/cu13/lib/libcublas.so.13").unlink()
+    else:
+        shutil.rmtree(world / "packages" / "sparq_cpp_cuda")
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("switched off", "SPARQ_CUDA=0"),
+        ("no GPU", "no CUDA device: libcuda.so.1: none"),
+        ("another GPU", "it has code for sm_80, sm_90, and RTX 2080 is of sm_75"),
+        ("other sources", "it is of other sources than these"),
+        ("no cuBLAS", "NVIDIA's libraries are missing: pip install nvidia-cublas nvidia-cuda-run"),
+        ("no package", ""),
+    ],
+)
+def test_where_it_cannot_be_used_the_cpu_is(
+    cpu: Path, tried: list[str], world: Path, monkeypatch: pytest.MonkeyPatch, run: Run,
+    what: str, why: str,
+) -> None:  # fmt: skip
+    refuse(what, world, monkeypatch)
+    found, said = carried_cuda.find(cpu)
+    assert found is None and said.startswith(why) and bool(said) == bool(why)
+    assert native.find() == cpu and tried == []
+    told = json.loads(run("doctor", "--json")[1])["off"].get("cuda", "")
+    assert told == (f"sparq-cpp-cuda is not used: {said}" if why else "")
+
+
+@pytest.mark.parametrize(
+    ("device", "arch", "runs"),
+    [
+        ("80", "80", True),
+        ("86", "80", True),
+        ("80", "86", False),
+        ("90", "89", False),
+        ("100", "90", False),
+        ("120", "120", True),
+        ("121", "120", False),  # llama.cpp compiles what is for this one alone
+    ],
+)
+def test_which_devices_run_which_code(device: str, arch: str, runs: bool) -> None:
+    assert carried_cuda._runs(device, arch) is runs
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_one_that_does_not_work_is_tried_once_for_a_driver(
+    cpu: Path, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    raised: bool,
+) -> None:  # fmt: skip
+    tried = []
+
+    def fault(folder: Path, gpu: bool = False) -> smoke.Fault:
+        tried.append(folder)
+        if raised:
+            raise SparqError("CUDA driver version is insufficient")
+        return smoke.Fault("multiplying 1 token by f32 (CUDA0)", "CUDA0", "is wrong by 90%")
+
+    monkeypatch.setattr(smoke, "fault", fault)
+    assert native.find() == cpu and native.find() == cpu and len(tried) == 1
+    err = capsys.readouterr().err
+    why = "driver version is insuff" if raised else "by f32 (CUDA0) is wrong by 90%"
+    assert err.count("\n") == 1 and "sparq-cpp-cuda is not used: it does not work here: " in err
+    assert why in err and why in carried_cuda.find(cpu)[1]
+    (world / "driver").write_text("another")
+    assert native.find() == cpu and len(tried) == 2
+
+
+def test_what_its_links_lead_to_may_go(cpu: Path, tried: list[str], world: Path) -> None:
+    """Another environment with the same package has a folder of its own."""
+    first = native.built()
+    shutil.move(world / "packages" / "nvidia", world / "elsewhere")
+    assert native.find() == cpu
+    shutil.move(world / "elsewhere", world / "packages" / "nvidia")
+    (first / "libggml-cuda.so").unlink()
+    (first / "libggml-cuda.so").symlink_to(world / "gone")
+    assert native.find() == first and tried == ["with CUDA"] * 2
+    assert (first / "libggml-cuda.so").read_text() == "CUDA"
