@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels wheel-cuda figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
@@ -73,6 +73,10 @@ $(DEV): $(STAMP)
 wheels: $(STAMP)        ## dist/: wheels with the library inside, for machines without a compiler
 	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
 	$(RUN)/python -m pyorch.native.wheel dist $(ARGS)
+
+wheel-cuda: $(STAMP)    ## dist/: what a GPU needs beside the wheel for Linux, where nvcc 13 and GCC are; hours. ARGS=90: for one kind of GPU
+	$(RUN)/python -m pip install --quiet --editable '.[wheel-cuda]'
+	$(RUN)/python -m pyorch.native.cuda_wheel dist $(ARGS)
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'

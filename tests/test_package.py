@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,10 +19,13 @@ import pytest
 
 import pyorch
 from pyorch import paths
+from pyorch.native import cuda
 
 pytestmark = pytest.mark.skipif(not paths.in_checkout(), reason="there is nothing to pack here")
 DATA = ("patches", "ggml_ops", "models")
-BUILT = sorted((paths.REPOSITORY / "dist").glob(f"*manylinux*_{platform.machine()}.whl"))
+DIST = paths.REPOSITORY / "dist"
+BUILT = sorted(DIST.glob(f"sparq_cpp-*manylinux*_{platform.machine()}.whl"))
+WITH_CUDA = sorted(DIST.glob(f"sparq_cpp_cuda-*manylinux*_{platform.machine()}.whl"))
 
 
 def pack(folder: Path, into: Path, kind: str, env: dict[str, str] | None = None) -> Path:
@@ -157,6 +162,90 @@ def test_a_wheel_with_the_library_needs_no_compiler(tmp_path: Path) -> None:
         subprocess.run([library / tool, "--help"], env=env, check=True, capture_output=True)
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", "sparq-cpp"], check=True)
     assert not (packages / "pyorch").exists() and foreign.is_file()
+
+
+needs_both = pytest.mark.skipif(
+    not (BUILT and WITH_CUDA), reason="`make wheels` and `make wheel-cuda` have put none into dist/"
+)
+
+
+@pytest.mark.slow
+@needs_both
+def test_the_wheel_with_cuda_needs_no_gpu(tmp_path: Path) -> None:
+    """Without one the CPU is used, and doctor says why. The backend loads, with NVIDIA's packages
+    of the index: each symbol is found, and CUDA asks for its driver."""
+    venv.create(tmp_path / "env", with_pip=True, symlinks=True)
+    bin_folder = tmp_path / "env" / "bin"
+    python = bin_folder / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", BUILT[-1], WITH_CUDA[-1]], check=True)
+    env = {"PATH": str(bin_folder), "HOME": str(tmp_path / "home")}
+    works(python, tmp_path, env)
+
+    def said(*argv: str | Path) -> str:
+        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    if not cuda.devices()[0]:
+        facts = json.loads(said(bin_folder / "sparq-cpp", "doctor", "--json"))
+        why = "sparq-cpp-cuda is not used: the system has no NVIDIA device"
+        assert facts["off"]["cuda"] == why
+        pretended = said(python, "-c", PRETEND)
+        assert "failed to initialize CUDA" in pretended and "undefined symbol" not in pretended
+    (library,) = (tmp_path / "env" / "lib").glob("*/site-packages/sparq_cpp_cuda/libggml-cuda.so")
+    if nm := shutil.which("nm"):
+        names = said(nm, "-D", library)
+        wanted = {tuple(map(int, x.split("."))) for x in re.findall(r"@GLIBC_([\d.]+)", names)}
+        assert max(wanted) <= (2, 17)
+        defined = [s.split()[-1] for s in names.splitlines() if re.search(r" [TDBRVW] ", s)]
+        assert defined and all(name.startswith("ggml_") for name in defined)
+
+
+PRETEND = """
+from pyorch.native import carried, carried_cuda, cuda
+cuda.devices = lambda: ((cuda.Device("90", "one that is not there"),), "")
+print(carried_cuda.find(carried.find_cpu())[1])
+"""
+
+
+@pytest.mark.gpu
+@needs_both
+def test_the_wheels_use_a_gpu(tmp_path: Path) -> None:
+    """Without an index, on top of this environment's packages: sparse on the GPU, with the tokens
+    of the CPU. The package has what `make wheel-cuda` was asked for."""
+    pytest.importorskip("pip")
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    argv = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    argv += ["--no-deps", "--no-index", str(BUILT[-1]), str(WITH_CUDA[-1])]
+    subprocess.run(argv, check=True, capture_output=True)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    ours = {paths.REPOSITORY, paths.REPOSITORY / "tests"}
+    beside = [p for p in sys.path if Path(p).is_dir() and Path(p).absolute() not in ours]
+    (packages / "beside.pth").write_text("\n".join(beside))
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_", "PYTHONPATH"))}
+    env["SPARQ_CACHE"] = str(tmp_path / "cache")
+
+    def generated(**more: str) -> dict:
+        where = packages / "pyorch" / "_data" / "models" / "demo"
+        argv = [str(python), "-m", "pyorch", "generate", "-m", str(where / "demo.gguf"), "--json"]
+        argv += [
+            "-f",
+            str(where / "document.txt"),
+            "-a",
+            "sparq,ratio=1/8,gpu_min_mb=0",
+            "-n",
+            "16",
+        ]
+        argv += ["--temp", "0"]
+        done = subprocess.run(argv, cwd=tmp_path, env=env | more, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    on_gpu, on_cpu = generated(), generated(SPARQ_CUDA="0")
+    counts = {device["name"]: device["calls_sparse"] for device in on_gpu["attention"]["devices"]}
+    assert counts.get("CUDA0"), counts
+    assert on_gpu["tokens"] == on_cpu["tokens"] and on_gpu["share_sparse"] == 1
 
 
 def test_a_wheel_with_the_library_is_for_one_system(tmp_path: Path) -> None:
