@@ -105,6 +105,7 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
         more = {
             "CMAKE_CUDA_HOST_COMPILER": str(_host(zig, host, tree)),
             "CMAKE_INSTALL_RPATH": f"$ORIGIN;$ORIGIN/{carried_cuda.NVIDIA}",
+            "GGML_CUDA_NO_VMM": "ON",  # it would be linked with the driver, and not load without
         }
         chain = replace(zig.toolchain(tree, more), toolkit=toolkit)
         with progress_bar("compiling", off_terminal=say) as bar:
