@@ -144,7 +144,7 @@ struct prefill_unit {
 
 // A unit is some blocks of queries, of heads that lie side by side, and all positions or a stretch of them. Which it is may depend on the number of
 // threads, since no query's result does. Memory is planned for more threads than may run, and fewer threads need no more of it.
-constexpr int64_t STATE_BYTES = 1 << 20; // of what stretches leave, for each thread
+constexpr int64_t STATE_BYTES = 4 << 20; // of what stretches leave, for each thread
 
 struct prefill_work {
     int64_t n_span, n_span_query; // parts of the queries that no unit goes beyond: choices, or all of them
