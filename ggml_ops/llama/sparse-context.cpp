@@ -53,11 +53,17 @@ static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
     };
     check_size("k_layers",    spec.k_layers.size());
     check_size("rank_layers", spec.rank_layers.size());
-    for (int32_t il = 0; il < n_layer && spec.method == LLAMA_SPARSE_SPARQ; ++il) {
-        const bool    attends = hparams.has_kv(il) && hparams.n_head_kv(il) > 0; // not so in recurrent layers
-        const int32_t rank    = spec.rank_layers.empty() ? spec.rank : spec.rank_layers[il];
-        const int32_t d_k     = (int32_t) hparams.n_embd_head_k(il);
-        if (attends && rank > d_k) {
+    const auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    if (spec.method != LLAMA_SPARSE_SPARQ || !kv) {
+        return;
+    }
+    for (const auto & [il, _] : access::layer_ids(*kv)) { // those that may run it, also over K and V of another layer
+        if (il >= n_layer || hparams.n_head_kv(il) == 0) {
+            continue;
+        }
+        const int32_t rank = spec.rank_layers.empty() ? spec.rank : spec.rank_layers[il];
+        const int32_t d_k  = (int32_t) hparams.n_embd_head_k(il);
+        if (rank > d_k) {
             throw llama_sparse_error("rank is above the head size of the model: " + std::to_string(rank) + " > " + std::to_string(d_k),
                     "use a rank of at most " + std::to_string(d_k));
         }
