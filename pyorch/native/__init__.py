@@ -151,7 +151,7 @@ def _report_crashes(folder: Path) -> None:
     """Have signals that kill reported, before anything else of the library is loaded."""
     from pyorch.native import probe
 
-    call = ctypes.CDLL(str(folder / probe.library("ggml-base"))).ggml_sparse_tell_of_death
+    call = ctypes.CDLL(str(folder / probe.library("ggml-base"))).ggml_sparse_report_fatal_signals
     call.restype, call.argtypes = None, [ctypes.c_char_p]
     call(_HINT)
 
