@@ -1,7 +1,7 @@
 """Makes the wheel of the package `sparq-cpp-cuda`: `make wheel-cuda`.
 
 python -m pyorch.native.cuda_wheel dist        # for all of `ARCHS`
-python -m pyorch.native.cuda_wheel dist 90     # for one of them, in a fifth of the time
+python -m pyorch.native.cuda_wheel dist 90     # for one of them, in less time
 
 It adds to the wheel for Linux on x86-64 what a build with CUDA has more: the backend, and a libggml
 that is linked with it (`pyorch/native/carried_cuda.py` uses both). cuBLAS and the CUDA runtime come
