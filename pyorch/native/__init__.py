@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from pyorch import children
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.progress import say
 
@@ -37,7 +37,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     from pyorch.native import build, carried
 
     if not stock and (given := build.from_environment()):
-        if missing := [tool for tool in tools if not (given / tool).is_file()]:
+        if missing := [tool for tool in tools if not (given / system.program(tool)).is_file()]:
             raise SparqError(
                 f"SPARQ_LIBRARY={given} has no {missing[0]}", "build it there with --tools"
             )
@@ -143,9 +143,7 @@ _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in th
 
 def _report_crashes(folder: Path) -> None:
     """Have signals that kill reported, before anything else of the library is loaded."""
-    from pyorch.native import probe
-
-    call = ctypes.CDLL(str(folder / probe.library("ggml-base"))).ggml_sparse_tell_of_death
+    call = ctypes.CDLL(str(folder / system.library("ggml-base"))).ggml_sparse_tell_of_death
     call.restype, call.argtypes = None, [ctypes.c_char_p]
     call(_HINT)
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from pyorch import children
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
-from pyorch.native import probe
 from pyorch.native.slots import Sources, sources
 from pyorch.native.tensor import Tensor
 
@@ -47,8 +44,6 @@ THREADS = 2
 # The error that is wrong, as a share of the result. q8 of the tokens makes 0.01 at most.
 WRONG = 0.03
 TIMEOUT_S = 300  # it takes one or two seconds
-# a death by one of these is the fault of what runs
-_CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
 _TensorPtr = POINTER(Tensor)
@@ -102,9 +97,9 @@ def fault(folder: Path) -> Fault | None:
             last = json.loads(line)
     if code == 0:
         return Fault(**last) if "how" in last else None
-    if code < 0 and -code in _CRASHES:
+    if system.crashed(code):
         return Fault(last["case"], last["buffer"], children.ended(code))
-    why = children.ended(code) if code < 0 else (errors or [children.ended(code)])[-1]
+    why = children.ended(code) if system.died(code) else (errors or [children.ended(code)])[-1]
     raise SparqError(
         f"the library in {folder} could not be tried: {why}, at {last['case']}", "build again"
     )
@@ -261,8 +256,8 @@ def _extra_buffers(base: Any, cpu: Any, backend: int) -> Iterator[int]:
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    base = ctypes.CDLL(str(folder / probe.library("ggml-base")), mode=ctypes.RTLD_GLOBAL)
-    cpu = ctypes.CDLL(str(folder / probe.library("ggml-cpu")))
+    base = ctypes.CDLL(str(folder / system.library("ggml-base")), mode=ctypes.RTLD_GLOBAL)
+    cpu = ctypes.CDLL(str(folder / system.library("ggml-cpu")))
     p, t = c_void_p, _TensorPtr
     prototypes: list[Any] = [
         (base, "ggml_init", p, _InitParams),
@@ -301,7 +296,7 @@ def _is_ours(base: Any) -> bool:
 
 def main() -> None:
     """Print what `check` yields, a line of JSON each."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here
+    system.quiet_crashes()  # one is an answer here
     for line in check(Path(sys.argv[1])):
         print(json.dumps(line), flush=True)
 
