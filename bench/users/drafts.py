@@ -54,6 +54,7 @@ class Case:
     n_gen: int
     n_threads: int
     n_samples: int
+    flash: bool = True
     library: str = "sparq"
 
 
@@ -73,6 +74,9 @@ OPTIONS = (
         "--n-draft", type=Number(int, 1), default=3, show_default=True, help="Tokens of a draft."
     ),
     click.option("-n", "--n-gen", type=Number(int, 1), default=64, show_default=True),
+    click.option(
+        "-fa", "--flash-attn", type=Numbers(0, 1), default="1", show_default=True, help="Of stock."
+    ),
     runner.specs("off", "sparq,ratio=1/8", "sparq,ratio=1/8,verify=exact"),
     runner.THREADS,
     runner.samples(3),
@@ -92,8 +96,9 @@ def groups(given: runner.Given) -> list[list[Case]]:
     }
     return [
         [
-            Case(n_depth=d, spec=spec, drafts=kind, **common)
+            Case(n_depth=d, spec=spec, drafts=kind, flash=bool(flash), **common)
             for spec in given.specs
+            for flash in (given.flash_attn if spec.method == "off" else [1])
             for kind in KINDS
             if kind != "none" or spec.verify == "sparse"
         ]
@@ -117,20 +122,24 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
             raise SparqError(f"the text has {len(tokens)} tokens, not {first.n_depth}")
         if engine.tokenize(small, given.text)[: first.n_depth] != tokens:
             raise SparqError("the two models have other vocabularies", "use two of one family", 2)
-        target = big.session(attention=str(READER), **options)
         guesser = small.session(attention=str(READER), **options)
-        engine.prefill(target, tokens, progress=lambda i, n: done(0.5 * i / n))
-        begins = int(engine.logits(target).argmax())
-        engine.prefill(guesser, tokens, progress=lambda i, n: done(0.5 + 0.2 * i / n))
+        engine.prefill(guesser, tokens, progress=lambda i, n: done(0.2 * i / n))
         engine.set_attention(guesser, AttentionSpec("off"))
+        targets = {}
+        for flash in sorted({case.flash for case in cases}, reverse=True):
+            read_by = str(READER) if flash else "off"  # ours has no transposed V
+            target = big.session(attention=read_by, flash_attn=flash, **options)
+            engine.prefill(target, tokens, progress=lambda i, n: done(0.2 + 0.5 * i / n))
+            targets[flash] = target
+        begins = int(engine.logits(next(iter(targets.values()))).argmax())
         for turn in range(first.n_samples):
             for case in cases[:: -1 if turn % 2 else 1]:
-                result = _time(target, guesser, case, begins)
+                result = _time(targets[case.flash], guesser, case, begins)
                 samples = [*found[case]["samples_ns"], result["ns"]]
                 found[case] = {**result, "samples_ns": samples}
             done(0.7 + 0.3 * (turn + 1) / first.n_samples)
-        target.close()
-        guesser.close()
+        for session in (*targets.values(), guesser):
+            session.close()
     for case, result in found.items():
         del result["ns"]
         alone = replace(case, drafts="none", spec=replace(case.spec, verify="sparse"))
@@ -260,19 +269,21 @@ def table(recs: Sequence[Record]) -> str:
 
 
 def _table(recs: Sequence[Record]) -> str:
-    found: dict[int, dict[tuple[AttentionSpec, str], Record]] = {}
+    found: dict[int, dict[tuple[str, str], Record]] = {}
     for rec in recs:
         case = records.read_case(Case, rec)
-        found.setdefault(case.n_depth, {})[case.spec, case.drafts] = rec
+        stock = f"llama.cpp `-fa {int(case.flash)}`"
+        name = stock if case.spec.method == "off" else str(case.spec)
+        found.setdefault(case.n_depth, {})[name, case.drafts] = rec
     case, env = records.read_case(Case, recs[0]), recs[0]["env"]
     rows = []
     for depth, here in sorted(found.items()):
-        for (spec, kind), rec in here.items():
+        for (name, kind), rec in here.items():
             rate = rec["n_said"] / records.spread(rec["samples_ns"])[0] * 1e9
             share = rec["n_accepted"] / rec["n_drafted"] if rec["n_drafted"] else None
             rows.append([
                 f"{depth:,}",
-                "llama.cpp" if spec.method == "off" else str(spec),
+                name,
                 kind,
                 f"{rate:.1f}",
                 "" if share is None else f"{share:.2f}",

@@ -8,6 +8,14 @@
 
 namespace sparse {
 
+// What a query gets is found for each STRETCH positions apart and added up in their order, so that threads may share the positions of few queries
+// and the bits remain those of one thread
+#if !defined(SPARQ_STRETCH) // tests have fewer
+#define SPARQ_STRETCH 4096
+#endif
+constexpr int64_t STRETCH = SPARQ_STRETCH;
+static_assert(STRETCH % BLOCK_KV == 0, "a block of positions is of one stretch");
+
 struct prefill_src : ggml_sparse_src {
     ggml_sparse_prefill_params p;
     int64_t n_kv, n_head_kv, n_tok, n_stream;
@@ -15,6 +23,7 @@ struct prefill_src : ggml_sparse_src {
     int     n_side;   // query heads whose queries lie side by side, token by token: those of a KV head, or one where positions are chosen
     int64_t n_query;  // their queries in a stream
     int64_t n_block_kv;
+    int64_t n_stretch; // one where positions are chosen, since these lie anywhere
     bool    fast, chooses;
     int     n_probe;  // of a query head and a stream
     int     n_choice;
@@ -38,6 +47,7 @@ struct prefill_src : ggml_sparse_src {
         n_side    = chooses ? 1 : n_group_q;
         n_query   = n_tok*n_side;
         n_block_kv = ceil_div(n_kv, BLOCK_KV);
+        n_stretch  = chooses ? 1 : ceil_div(n_kv, STRETCH);
         n_probe   = (int) ceil_div(n_tok, POOL)*N_PROBE;
         n_choice  = (int) ceil_div(n_tok, CHOICE);
 #if defined(SPARQ_PREFILL_FAST)
@@ -115,11 +125,34 @@ struct choice_parts {
     int64_t n_head() const { return last_head + 1 - first_head; }
 };
 
-// A unit is some blocks of queries, of heads that lie side by side. How many may depend on the number of threads, since no query's result depends
-// on it. The memory must not depend on it: it is planned for more threads than may run, and fewer threads have larger units.
+// the queries [r0, r1) of a set of heads that lie side by side, and of a stream, at the positions [t0, t1)
+struct prefill_unit {
+    int64_t set, s, r0, r1, t0, t1;
+
+    int64_t n_block() const { return ceil_div(r1 - r0, BLOCK_Q); }
+
+    // the queries of block j
+    int64_t begin(int64_t j) const { return r0 + j*BLOCK_Q; }
+    int64_t end  (int64_t j) const { return std::min(r1, begin(j) + BLOCK_Q); }
+
+    // vectors that they fill
+    int n_vector(int64_t j) const {
+        const int n = (int) ceil_div(end(j) - begin(j), W);
+        return n <= 2 ? n : NQ;
+    }
+};
+
+// A unit is some blocks of queries, of heads that lie side by side, and all positions or a stretch of them. Which it is may depend on the number of
+// threads, since no query's result does. Memory is planned for more threads than may run, and fewer threads need no more of it.
+constexpr int64_t STATE_BYTES = 4 << 20; // of what stretches leave, for each thread
+
 struct prefill_work {
     int64_t n_span, n_span_query; // parts of the queries that no unit goes beyond: choices, or all of them
     int64_t n_block, n_unit;      // blocks of queries per unit; units of a part
+    int64_t n_set_block;          // blocks of queries of a set of heads and a stream
+    int64_t n_apart;              // units that the positions of a block of queries are cut into: one, or a stretch each
+
+    float * state; // [n_stream][n_set][n_set_block][n_apart][d_v + 2][BLOCK_Q]  what the stretches leave, if they are units
 
     // [n_stream][n_block_kv][n_tok] of mask_kind. Found before the units begin, because the mask of a block of positions lies in as many rows
     // as there are tokens
@@ -129,6 +162,7 @@ struct prefill_work {
 
     // this thread's
     query_block block[CHOICE/BLOCK_Q];
+    query_block total[CHOICE/BLOCK_Q]; // of the stretches so far
     float * k, * v;  // [BLOCK_KV][d_k], [BLOCK_KV][d_v]
     float * s;       // [BLOCK_KV][BLOCK_Q]
     float * bias;    // [BLOCK_KV][BLOCK_Q]
@@ -142,23 +176,28 @@ struct prefill_work {
     prefill_work(const prefill_src & a, const void * wdata, int ith, int nth) {
         n_span       = a.chooses ? a.n_choice : 1;
         n_span_query = a.chooses ? CHOICE : a.n_query;
-        const int64_t n_all = std::min(ceil_div(a.n_query, BLOCK_Q), ceil_div(n_span_query, BLOCK_Q));
-        const int64_t n_most = std::min<int64_t>(n_all, std::size(block)), n_apart = n_span*a.n_set()*a.n_stream;
-        // each unit makes bytes of K and V anew: few blocks stay together where that keeps all threads busy
-        n_block = n_all == n_most && n_apart % nth == 0 ? n_most : std::clamp<int64_t>(n_all*n_apart/(2*nth), 1, n_most);
+        n_set_block  = ceil_div(a.n_query, BLOCK_Q);
+        const int64_t n_all = std::min(n_set_block, ceil_div(n_span_query, BLOCK_Q)), n_set = a.n_set()*a.n_stream;
+        const int64_t n_most = std::min<int64_t>(n_all, std::size(block)), n_state = state_size(a)*n_set_block*n_set*a.n_stretch;
+        const bool stay = n_all == n_most; // each unit makes bytes of K and V anew, so few blocks stay together where that keeps all threads busy
+        const bool even = stay && n_span*n_set % nth == 0, may = stay && a.n_stretch > 1 && n_state*(int64_t) sizeof(float) <= nth*STATE_BYTES;
+        n_apart = may && !even ? a.n_stretch : 1;
+        n_block = even ? n_most : std::clamp<int64_t>(n_all*n_span*n_set*n_apart/(2*nth), 1, n_most);
         n_unit  = ceil_div(n_all, n_block);
 
         bump shared(wdata);
         kind = shared.take<uint8_t>(a.n_stream*a.n_block_kv*a.n_tok);
+        state = shared.take<float>(may ? n_state : 0);
         if (a.chooses) {
             choice = choice_work(a, shared, nth);
         }
         size = take_per_thread(shared, ith, nth, [&](bump & own) {
             for (int64_t j = 0; j < n_most; ++j) {
-                block[j].q   = own.take<float>(a.d_k*BLOCK_Q);
-                block[j].acc = own.take<float>(a.d_v*BLOCK_Q);
-                block[j].m   = own.take<float>(BLOCK_Q);
-                block[j].l   = own.take<float>(BLOCK_Q);
+                block[j].q = own.take<float>(a.d_k*BLOCK_Q);
+                set_state(a, block[j], own.take<float>(state_size(a)));
+                if (a.n_stretch > 1) {
+                    set_state(a, total[j], own.take<float>(state_size(a)));
+                }
             }
             k    = own.take<float>(BLOCK_KV*a.d_k);
             v    = own.take<float>(BLOCK_KV*a.d_v);
@@ -184,18 +223,21 @@ struct prefill_work {
         });
     }
 
+    // floats of what is known of a block of queries, and where they are
+    static int64_t state_size(const prefill_src & a) { return (a.d_v + 2)*BLOCK_Q; }
+    static void set_state(const prefill_src & a, query_block & x, float * state) {
+        x.acc = state;
+        x.m   = state + a.d_v*BLOCK_Q;
+        x.l   = x.m + BLOCK_Q;
+    }
+
+    // what a stretch leaves of block j of a unit
+    float * state_of(const prefill_src & a, const prefill_unit & u, int64_t j, int64_t stretch) const {
+        const int64_t block = (u.s*a.n_set() + u.set)*n_set_block + u.r0/BLOCK_Q + j;
+        return state + (block*n_apart + stretch)*state_size(a);
+    }
+
     const uint8_t * kinds(const prefill_src & a, int64_t s, int64_t b) const { return kind + (s*a.n_block_kv + b)*a.n_tok; }
-};
-
-// the queries [r0, r1) of a set of heads that lie side by side, and of a stream
-struct prefill_unit {
-    int64_t set, s, r0, r1;
-
-    int64_t n_block() const { return ceil_div(r1 - r0, BLOCK_Q); }
-
-    // the queries of block j
-    int64_t begin(int64_t j) const { return r0 + j*BLOCK_Q; }
-    int64_t end  (int64_t j) const { return std::min(r1, begin(j) + BLOCK_Q); }
 };
 
 } // namespace sparse

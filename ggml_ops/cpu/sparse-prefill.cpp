@@ -7,18 +7,22 @@
 
 namespace {
 
-// x.q[c] = q[c]*scale in the lane of each query, and nothing seen yet
-void begin_block(const prefill_src & a, const query_block & x, const prefill_unit & u, int64_t j) {
-    std::fill(x.q,   x.q   + a.d_k*BLOCK_Q, 0.0f);
-    std::fill(x.acc, x.acc + a.d_v*BLOCK_Q, 0.0f);
-    std::fill(x.m,   x.m   + BLOCK_Q, -INFINITY);
-    std::fill(x.l,   x.l   + BLOCK_Q, 0.0f);
+// x.q[c] = q[c]*scale in the lane of each query
+void load_queries(const prefill_src & a, const query_block & x, const prefill_unit & u, int64_t j) {
+    std::fill(x.q, x.q + a.d_k*BLOCK_Q, 0.0f);
     for (int64_t r = u.begin(j); r < u.end(j); ++r) {
         const float * q = at<const float>(a.q, a.head(u.set, r), a.tok(r), u.s);
         for (int c = 0; c < a.d_k; ++c) {
             x.q[c*BLOCK_Q + r - u.begin(j)] = q[c]*a.p.scale;
         }
     }
+}
+
+// nothing seen yet
+void begin_block(const prefill_src & a, const query_block & x) {
+    std::fill(x.acc, x.acc + a.d_v*BLOCK_Q, 0.0f);
+    std::fill(x.m,   x.m   + BLOCK_Q, -INFINITY);
+    std::fill(x.l,   x.l   + BLOCK_Q, 0.0f);
 }
 
 // bias[i] = slope*mask[t + i], of n positions, in the lane of each query; -inf in the lanes of those that see all, unless they are wanted
@@ -337,23 +341,9 @@ void prefill_chosen(const prefill_src & a, prefill_work & w, const prefill_unit 
     }
 }
 
-void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, ggml_tensor * dst) {
-    for (int64_t j = 0; j < u.n_block(); ++j) {
-        const int64_t n = ceil_div(u.end(j) - u.begin(j), W);
-        w.block[j].n = n <= 2 ? (int) n : NQ;
-        begin_block(a, w.block[j], u, j);
-#if defined(SPARQ_PREFILL_FAST)
-        if (a.fast) {
-            make_query_bytes(w.block[j], a.d_k, w.bytes[j]);
-        }
-#endif
-    }
-    const uint8_t * is_done = nullptr; // blocks of positions of which some were chosen
-    if (a.chooses) {
-        prefill_chosen(a, w, u);
-        is_done = w.choice.all_see + (u.s*a.n_choice + u.r0/CHOICE)*a.n_block_kv;
-    }
-    for (int64_t t = 0; t < a.n_kv; t += BLOCK_KV) {
+// the positions [t0, t1), but for blocks of which some were chosen
+void prefill_seen(const prefill_src & a, prefill_work & w, const prefill_unit & u, int64_t t0, int64_t t1, const uint8_t * is_done) {
+    for (int64_t t = t0; t < t1; t += BLOCK_KV) {
         const int n = (int) std::min<int64_t>(BLOCK_KV, a.n_kv - t);
         const uint8_t * kind = w.kinds(a, u.s, t/BLOCK_KV);
         if ((is_done && is_done[t/BLOCK_KV]) || all_are(a, kind, u.r0, u.r1, MASK_HIDES_ALL)) {
@@ -362,12 +352,61 @@ void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, gg
         const bool fast = a.fast && n == BLOCK_KV && make_bytes(a, w, a.head_kv(u.set), u.s, t);
         attend_positions(a, w, u, t, n, kind, fast, [&] { load_block(a, w, a.head_kv(u.set), u.s, t, n); });
     }
+}
+
+// A unit that is a stretch leaves w.state, any other the result
+void prefill(const prefill_src & a, prefill_work & w, const prefill_unit & u, ggml_tensor * dst) {
+    const bool alone = w.n_apart == 1, adds_up = alone && a.n_stretch > 1;
     for (int64_t j = 0; j < u.n_block(); ++j) {
-        if (a.chooses) {
-            add_rest(w.block[j], w.mean, a.d_v, w.choice.left[(u.s*a.n_head + u.set)*a.n_choice + u.r0/CHOICE]);
+        query_block & x = w.block[j], & sum = w.total[j];
+        x.n = sum.n = u.n_vector(j);
+        load_queries(a, x, u, j);
+        if (adds_up) {
+            begin_block(a, sum);
+        } else if (!alone) {
+            w.set_state(a, x, w.state_of(a, u, j, u.t0/STRETCH));
         }
-        end_block(a, w.block[j], u, j, dst);
+#if defined(SPARQ_PREFILL_FAST)
+        if (a.fast) {
+            make_query_bytes(x, a.d_k, w.bytes[j]);
+        }
+#endif
     }
+    const int64_t size = a.chooses ? a.n_kv : STRETCH;
+    for (int64_t t = u.t0; t < u.t1; t += size) {
+        for (int64_t j = 0; j < u.n_block(); ++j) {
+            begin_block(a, w.block[j]);
+        }
+        const uint8_t * is_done = nullptr;
+        if (a.chooses) {
+            prefill_chosen(a, w, u);
+            is_done = w.choice.all_see + (u.s*a.n_choice + u.r0/CHOICE)*a.n_block_kv;
+        }
+        prefill_seen(a, w, u, t, std::min(t + size, u.t1), is_done);
+        for (int64_t j = 0; j < u.n_block(); ++j) {
+            if (a.chooses) {
+                add_rest(w.block[j], w.mean, a.d_v, w.choice.left[(u.s*a.n_head + u.set)*a.n_choice + u.r0/CHOICE]);
+            }
+            if (adds_up) {
+                merge(w.total[j], w.block[j], a.d_v);
+            }
+        }
+    }
+    for (int64_t j = 0; j < u.n_block() && alone; ++j) {
+        end_block(a, adds_up ? w.total[j] : w.block[j], u, j, dst);
+    }
+}
+
+// adds up what the stretches left of a block of queries, which are those of u
+void merge_stretches(const prefill_src & a, prefill_work & w, const prefill_unit & u, ggml_tensor * dst) {
+    query_block & sum = w.total[0], & x = w.block[0];
+    x.n = sum.n = u.n_vector(0);
+    begin_block(a, sum);
+    for (int64_t i = 0; i < w.n_apart; ++i) {
+        w.set_state(a, x, w.state_of(a, u, 0, i));
+        merge(sum, x, a.d_v);
+    }
+    end_block(a, sum, u, 0, dst);
 }
 
 void prefill_stats(const prefill_src & a, const prefill_work & w) {
@@ -406,13 +445,22 @@ void sparse::forward_prefill(const ggml_compute_params * params, ggml_tensor * d
     }
     unit_queue::open(params);
     ggml_barrier(params->threadpool);
-    unit_queue queue(params, a.n_stream*a.n_set()*w.n_span*w.n_unit);
+    unit_queue queue(params, a.n_stream*a.n_set()*w.n_apart*w.n_span*w.n_unit);
     for (int64_t x; (x = queue.take()) >= 0; ) {
         digits d { x };
-        const int64_t unit = d.next(w.n_unit), span = d.next(w.n_span), set = d.next(a.n_set());
+        const int64_t unit = d.next(w.n_unit), span = d.next(w.n_span), stretch = d.next(w.n_apart), set = d.next(a.n_set());
         const int64_t r0 = span*w.n_span_query + unit*w.n_block*BLOCK_Q, end = std::min(a.n_query, (span + 1)*w.n_span_query);
+        const int64_t t1 = w.n_apart > 1 ? std::min(a.n_kv, (stretch + 1)*STRETCH) : a.n_kv;
         if (r0 < end) {
-            prefill(a, w, { set, d.rest, r0, std::min(end, r0 + w.n_block*BLOCK_Q) }, dst);
+            prefill(a, w, { set, d.rest, r0, std::min(end, r0 + w.n_block*BLOCK_Q), stretch*STRETCH, t1 }, dst);
+        }
+    }
+    if (w.n_apart > 1) {
+        ggml_barrier(params->threadpool);
+        for (int64_t x = params->ith; x < a.n_stream*a.n_set()*w.n_set_block; x += params->nth) {
+            digits d { x };
+            const int64_t r0 = d.next(w.n_set_block)*BLOCK_Q, set = d.next(a.n_set());
+            merge_stretches(a, w, { set, d.rest, r0, std::min(a.n_query, r0 + BLOCK_Q), 0, a.n_kv }, dst);
         }
     }
     if (a.stats && params->ith == 0) {

@@ -183,6 +183,21 @@ static inline void attend_block(const query_block & x, const float * k, int d_k,
     with_vectors(x.n, [&](auto V) { attend_block_v<V()>(x, k, d_k, v, d_v, n, finite, bias, softcap, s); });
 }
 
+// adds what y knows of the same queries after other positions
+static inline void merge(const query_block & x, const query_block & y, int d_v) {
+    for (int v = 0; v < x.n; ++v) {
+        const vf m = load(x.m + v*W), m_y = load(y.m + v*W), most = vmax(m_y, m);
+        const vf at = select(eq(most, set1(-INFINITY)), set1(0.0f), most); // nothing seen by either
+        const vf f = exp(sub(m, at)), f_y = exp(sub(m_y, at));
+        store(x.m + v*W, most);
+        store(x.l + v*W, fma(f, load(x.l + v*W), mul(f_y, load(y.l + v*W))));
+        for (int c = 0; c < d_v; ++c) {
+            float * acc = x.acc + c*BLOCK_Q + v*W;
+            store(acc, fma(f, load(acc), mul(f_y, load(y.acc + c*BLOCK_Q + v*W))));
+        }
+    }
+}
+
 // has x [n] neither inf nor NaN?
 static inline bool is_finite(const float * x, int n) {
     vf zero = set1(0.0f);

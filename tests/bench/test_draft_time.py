@@ -22,7 +22,7 @@ DOCUMENT = paths.data("models") / "demo" / "document.txt"
 
 def measured(model: Path, folder: Path, depth: int) -> Any:
     args = ["-m", str(model), "--draft", str(model), "--text", str(DOCUMENT), "-d", str(depth)]
-    args += ["-t", "1", "--samples", "2", "-n", "24", "--out", str(folder)]
+    args += ["-t", "1", "--samples", "2", "-n", "24", "-fa", "1,0", "--out", str(folder)]
     return CliRunner().invoke(runner.command(drafts.MEASUREMENT), args, catch_exceptions=False)
 
 
@@ -30,7 +30,7 @@ def test_each_attention_has_each_kind_of_drafts(model: Path, tmp_path: Path) -> 
     """A model that guesses for itself is right where products round alike, and counted."""
     assert measured(model, tmp_path, 2048).exit_code == 0
     recs = records.load_all(tmp_path / f"{drafts.MEASUREMENT.name}.jsonl")
-    assert len(recs) == 3 + 3 + 2 and len({r["run"] for r in recs}) == 1
+    assert len(recs) == 2 * 3 + 3 + 2 and len({r["run"] for r in recs}) == 1
     for rec in recs:
         case = records.read_case(drafts.Case, rec)
         assert len(rec["samples_ns"]) == 2 and min(rec["samples_ns"]) > 0
@@ -47,7 +47,7 @@ def test_each_attention_has_each_kind_of_drafts(model: Path, tmp_path: Path) -> 
         if case.drafts == "none":
             assert rec["n_same"] == 24 and rec["n_drafted"] == 0
     table = (tmp_path / "drafts.md").read_text()
-    assert "| llama.cpp | model |" in table and "| sparq,ratio=1/8 | ngram |" in table
+    assert "| llama.cpp `-fa 0` | model |" in table and "| sparq,ratio=1/8 | ngram |" in table
 
 
 def test_a_run_that_is_dense_fails(model: Path, tmp_path: Path) -> None:

@@ -21,15 +21,16 @@ from ggml_ctypes import CONTEXT, UNWRITTEN, Buffer, Ggml
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
 
-# so little scratch that one thread works on one choice of positions at a time, and 16 on all
-_PARTS = "-DSPARQ_PARTS_BYTES=40000"
+# so little scratch that one thread works on one choice of positions at a time, and 16 on all; and
+# stretches of positions so short that even small prompts have some
+_PARTS = ["-DSPARQ_PARTS_BYTES=40000", "-DSPARQ_STRETCH=128"]
 # name: prefix of the compilers, flags, emulator. The other files of this folder test the kernels as
 # they are built for this machine
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVXVNNI = ["-mavxvnni"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 TARGETS = {
-    "scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", _PARTS], ""),
+    "scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", *_PARTS], ""),
     "avx2": ("", _AVX2, ""),
     "avx2-vnni": ("", [*_AVX2, *_AVXVNNI], ""),
     "avx512-without-vnni": ("", [*_AVX2, *_AVX512], ""),
@@ -44,9 +45,9 @@ FAST = ("scalar", "avx2-vnni", "avx512-without-bf16", "neon-dotprod", "neon-bf16
 # with vectors not those under a mask
 _UB = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 SANITIZED = {
-    "address": ("", ["-march=native", _PARTS, *_UB], ""),
-    "address-scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", _PARTS, *_UB], ""),
-    "thread": ("", ["-march=native", _PARTS, "-fsanitize=thread"], ""),
+    "address": ("", ["-march=native", *_PARTS, *_UB], ""),
+    "address-scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", *_PARTS, *_UB], ""),
+    "thread": ("", ["-march=native", *_PARTS, "-fsanitize=thread"], ""),
 }
 # the thread sanitizer's calls at each access, to functions that count: see partition.py
 COUNTED = {"count": ("", ["-DSPARQ_SCALAR", "-fsanitize=thread"], "")}

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from ggml_ctypes import (
     AttendParams,
+    PrefillParams,
     ScoreParams,
     ScoreSelectParams,
     SealParams,
@@ -32,6 +33,7 @@ HEADS = (32, 8)
 D = 128
 Found = dict[tuple[int, str, str], dict[int, float]]  # (positions, method, node): by threads
 NAMES = {0: "seal", 1: "visible", 2: "score", 3: "select", 4: "score_select", 5: "attend"}
+NAMES[6] = "prefill"
 
 
 class Counting(IsaGgml):
@@ -104,6 +106,25 @@ def count(ggml: Counting, n_pos: int, n_bit: int, rank: int, topk: int, n_thread
             ScoreParams(rank, D**-0.5, 0, 0, n_bit), SelectParams(topk, n_kv, n_local, 0)
         )
         g.compute(g.op("ggml_sparq_attn", src, params), n_threads=n_threads)
+
+
+def count_question(ggml: Counting, n_pos: int, n_threads: int) -> np.ndarray:
+    """Two tokens after `n_pos` positions, of one query head for each of 8 KV heads: the bytes of
+    K and V that each thread reads."""
+    n_kv, n_tok = HEADS[1], 2
+    with ggml.graph() as g:
+        ggml.take(forget=True)
+        rows = []
+        for _ in range(2):
+            row, array = g.lazy((1, n_pos, n_kv, D), "f16")
+            ggml.lib.count_watch(array.ctypes.data, array.nbytes)
+            rows.append(row)
+        q = g.tensor(np.random.default_rng(0).standard_normal((1, n_tok, n_kv, D)), "f32")
+        mask = g.lazy((1, 1, n_tok, n_pos), "f16")[0]
+        src = sources(q=q, k=rows[0], v=rows[1], mask=mask)
+        out = g.op("ggml_sparse_attn_prefill", src, PrefillParams(D**-0.5, 0, 0, 0, 0))
+        g.compute(out, n_threads=n_threads)
+        return ggml.bytes["prefill"][:, :8].sum(1)
 
 
 def shadow_threads(ggml: Counting, n_pos: int, n_threads: int) -> dict[str, np.ndarray]:

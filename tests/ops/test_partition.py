@@ -48,6 +48,15 @@ def test_eight_kv_heads_feed_many_threads(counting: partition.Counting, capsys) 
             assert by_threads[128] > (0.3 if n_pos < 131072 else 0.6)
 
 
+def test_few_tokens_feed_many_threads(counting: partition.Counting) -> None:
+    """A question after a document: threads share the positions of a head, none is read twice."""
+    whole = partition.count_question(counting, 32768, 1).sum()
+    for n_threads in (8, 16, 64):
+        read = partition.count_question(counting, 32768, n_threads)
+        assert read.sum() == whole
+        assert read.mean() / read.max() > 0.95, n_threads
+
+
 @pytest.mark.parametrize("n_threads", [2, 4, 8, 16, 32, 64, 128])
 def test_shadow_lies_on_the_node_that_reads_it(
     n_threads: int, counting: partition.Counting

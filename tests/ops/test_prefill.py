@@ -38,10 +38,18 @@ def some_cases() -> list[Case]:
 BLOCK = 64  # positions
 # no whole number of the four components that are multiplied at once
 CASES = [*some_cases(), Case(n_kv=501, d=70, heads=(8, 2), batch=(70, 1))]
+# what is found for each 4,096 positions is added up
+LONG = Case(n_kv=9000, heads=(6, 2), batch=(19, 1), mask="part", extra="sinks")
+CASES += [
+    LONG,
+    replace(LONG, mask="alibi", extra="softcap"),
+    replace(LONG, batch=(5, 2), mask="hidden"),
+]
 SHAPES = [
     Case(n_kv=501, heads=(8, 2), batch=(70, 1)),
     Case(n_kv=300, heads=(4, 4), d=80, batch=(33, 2), mask="part", extra="sinks", strided=True),
     Case(n_kv=1100, heads=(7, 1), d=128, batch=(17, 1), mask="alibi", extra="softcap"),
+    LONG,
 ]
 # its token 61 is the first that sees all of the last whole block, beside others that do not
 WHOLE = Case(n_kv=520, heads=(8, 2), batch=(70, 1))

@@ -82,3 +82,6 @@ def test_fewer_threads_than_planned_read_a_prompt(ggml: Ggml, monkeypatch) -> No
     case = Case(n_kv=70, heads=(8, 4), d=64, type_k="f32", topk="1", local=0, mask="open")
     for n_tok in (13, 52, 208):
         check(prefill, ggml, cases.make(replace(case, batch=(n_tok, 1))), monkeypatch)
+    few = Case(n_kv=9000, heads=(8, 8), d=64, batch=(3, 1), mask="part")
+    # 8 threads have a head each, 7 share positions
+    check(prefill, ggml, cases.make(few), monkeypatch)
