@@ -40,6 +40,23 @@ if sys.platform == "win32":
         """The file name of a shared library of ggml."""
         return f"{name}.dll"
 
+    class _Whole(ctypes.CDLL):
+        others: list[ctypes.CDLL]
+
+        def __getitem__(self, name: str | int) -> Any:
+            for lib in (super(), *self.others):
+                with suppress(AttributeError):
+                    return lib.__getitem__(name)
+            raise AttributeError(name)
+
+    def with_ggml(lib: Any) -> None:
+        """Let a library have the functions of ggml, which it is linked with. Here it has its own
+        alone."""
+        names = ("ggml", "ggml-base", "ggml-rpc")
+        folder = os.path.dirname(lib._name)
+        lib.others = [ctypes.CDLL(os.path.join(folder, library(name))) for name in names]
+        lib.__class__ = _Whole
+
     def died(code: int) -> str:
         """What ended a process with this `returncode`; "" if it ended by itself."""
         return _FATAL.get(code & 0xFFFFFFFF, "")
@@ -116,6 +133,9 @@ else:
     def library(name: str) -> str:
         """The file name of a shared library of ggml, such as `libggml-cpu.so`."""
         return f"lib{name}.{'dylib' if sys.platform == 'darwin' else 'so'}"
+
+    def with_ggml(lib: Any) -> None:
+        """Let a library have the functions of ggml, which it is linked with."""
 
     def died(code: int) -> str:
         """What ended a process with this `returncode`; "" if it ended by itself."""

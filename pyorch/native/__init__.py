@@ -174,6 +174,7 @@ def load(stock: bool = False) -> ModuleType:
         if reports_crashes and not stock:
             _report_crashes(Path(variables["LLAMA_CPP_LIB_PATH"]))
         module = importlib.import_module("llama_cpp")
+        system.with_ggml(module.llama_cpp._lib)
     except (OSError, RuntimeError, AttributeError) as error:
         for name in [n for n in sys.modules if n.split(".")[0] == "llama_cpp"]:
             del sys.modules[name]
