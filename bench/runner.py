@@ -97,7 +97,7 @@ def specs(*default: str) -> Any:
         metavar="SPEC",
         default=default,
         show_default=True,
-        callback=lambda _, __, given: [parse_spec(line) for line in given],
+        callback=lambda _, __, given: list(dict.fromkeys(map(parse_spec, given))),
         help="Settings of attention; repeatable.",
     )
 

@@ -49,8 +49,10 @@ static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor 
     GGML_ASSERT(k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3] && k_t->nb[0] == ggml_type_size(k_t->type));
     GGML_ASSERT(ggml_sparse_shadow_name(n_bit));
     if (!ggml_sparse_has_codes(n_bit)) {
-        // SEAL writes whole groups, all but the last one
-        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && k_t->ne[0] >= (ggml_sparse_n_groups(k->ne[2]) - 1)*GGML_SPARSE_GROUP && !k_range);
+        // SEAL writes each group that begins within a row, as far as K goes
+        const int64_t n_pos_t = k_t->ne[0], n_kv = k->ne[2];
+        GGML_ASSERT(n_pos_t >= n_kv || n_pos_t == (ggml_sparse_n_groups(n_kv) - 1)*GGML_SPARSE_GROUP);
+        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && !k_range);
         return;
     }
     const int64_t n_run = (k->ne[2] + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;

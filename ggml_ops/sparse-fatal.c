@@ -2,7 +2,7 @@
 
 #ifdef _WIN32
 
-void ggml_sparse_tell_of_death(const char * hint) {
+void ggml_sparse_report_fatal_signals(const char * hint) {
     GGML_UNUSED(hint);
 }
 
@@ -45,7 +45,7 @@ static void on_fatal(int number) {
     raise(number); // it is held back until we return, and then has its default action
 }
 
-void ggml_sparse_tell_of_death(const char * hint) {
+void ggml_sparse_report_fatal_signals(const char * hint) {
     last_hint = hint;
     for (int i = 0; i < N_FATAL; i++) {
         struct sigaction before;

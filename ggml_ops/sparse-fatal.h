@@ -14,7 +14,7 @@ extern "C" {
 // From now on SIGILL, SIGSEGV, SIGBUS, SIGFPE and SIGABRT are reported before the process dies of them, as it would without
 // this: the exit status and the core dump are the same. A signal that has a handler already is left alone.
 // hint: printed behind "hint: "; it must stay alive
-GGML_API void ggml_sparse_tell_of_death(const char * hint);
+GGML_API void ggml_sparse_report_fatal_signals(const char * hint);
 
 #ifdef __cplusplus
 }

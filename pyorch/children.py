@@ -16,7 +16,7 @@ from typing import IO, Any
 from pyorch import system
 
 # what to do about a process that the CPU or llama.cpp itself ended
-HINT = "sparq-cpp doctor tries the library on this machine: report what it says"
+HINT = "run sparq-cpp doctor and include its output in a bug report"
 GRACE_S = 10.0  # a process that was asked to end and still runs after this time is killed
 POLL_S = 0.1
 

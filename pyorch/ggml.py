@@ -1,6 +1,6 @@
 """Constants of ggml and llama.cpp: for model files, cache states, structs and calls.
 
-tests/test_ggml.py compares the types with the built library and with the `gguf` package.
+tests/test_ggml.py compares the types with the built library.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Any
 
 IS_WINDOWS = sys.platform == "win32"
 KILLED = -9  # `returncode` of a process that SIGKILL ended, or the system when memory ran out
-O_BINARY = getattr(os, "O_BINARY", 0)
 # what asks a program to end
 ENDING = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
 
@@ -84,7 +83,7 @@ if sys.platform == "win32":
         handle = create(os.fspath(path), read_write, share_all, None, open_always, 0x80, None)
         if handle == wintypes.HANDLE(-1).value:
             raise ctypes.WinError(ctypes.get_last_error())
-        return msvcrt.open_osfhandle(handle, O_BINARY)
+        return msvcrt.open_osfhandle(handle, os.O_BINARY)
 
     def make_private(fd: int) -> None:
         """A folder of the user's is readable by nobody else."""

@@ -102,10 +102,11 @@ def _not_utf8(raw: bytes, name: str, marked: bool) -> tuple[str, str]:
     """A text of which some bytes are not UTF-8. If most of its other characters beyond ASCII are,
     it was damaged, or cut within a character; otherwise it was never UTF-8."""
     text = raw.decode("utf-8", errors="replace")
-    n_bad = text.count("\ufffd")
+    n_bad = text.count("\ufffd") - raw.count("\ufffd".encode())  # its own are no mistakes
     n_beyond = len(text) - len(text.encode("ascii", errors="ignore"))
     if marked or n_beyond - n_bad > n_bad:
-        return text, f"not UTF-8 in {n_bad} places, which are read as U+FFFD"
+        places = "1 place, which is" if n_bad == 1 else f"{n_bad} places, which are"
+        return text, f"not UTF-8 in {places} read as U+FFFD"
     try:
         if _CONTROL.search(raw):
             raise ValueError

@@ -28,17 +28,6 @@ def test_types_are_those_of_the_library(llama_cpp: Any) -> None:
     assert found == TENSOR_TYPES
 
 
-def test_types_are_those_of_the_gguf_package() -> None:
-    """The package may lack the newest types. Of Q8_1, which no file has, it knows an old size."""
-    found = {
-        int(kind): TensorType(int(kind), kind.name.lower(), *gguf.GGML_QUANT_SIZES[kind])
-        for kind in gguf.GGMLQuantizationType
-        if kind.name != "Q8_1"
-    }
-    ours = {number: t._replace(name=t.name.lower()) for number, t in TENSOR_TYPES.items()}
-    assert len(found) >= 30 and found.items() <= ours.items()
-
-
 def test_numbers_of_calls_are_those_of_the_bindings(llama_cpp: Any) -> None:
     for prefix, ours in (("GGML_NUMA_STRATEGY", NUMA), ("LLAMA_ROPE_SCALING_TYPE", ROPE_SCALING)):
         for name, number in ours.items():

@@ -116,8 +116,8 @@ def sentences() -> list[str]:
         f"{100 * right_or_wrong():.1f})",
         f"With `--no-repack`, which suits both, Qwen2.5-Coder-1.5B reads [32,000 "
         f"tokens](docs/measurements.md#time-of-a-prompt) {prompt(*whole, fast, repack=False)} "
-        f"times as fast as in llama.cpp (summed from four depths), and what it then says is as "
-        f"near to llama.cpp's `-fa 1` as that of `-fa 0`: {rounding('q15')} its KL. "
+        f"times as fast as in llama.cpp (summed from four depths), and its replies are as close "
+        f"to llama.cpp's `-fa 1` as those of `-fa 0`: {rounding('q15')} the KL. "
         f"`prompt=sparse` makes it {prompt(*whole, sparse, repack=False)} times",
         f"Eight users with 4,096 positions each get [{users()} "
         "times](docs/measurements.md#many-users-at-once) as many tokens",

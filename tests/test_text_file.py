@@ -75,4 +75,11 @@ def test_a_damaged_character_does_not_make_a_text_another_encoding() -> None:
     raw = ("é" * 9 + "…").encode()[:-1]
     told: list[str] = []
     assert decoded(raw, "x", told.append) == "é" * 9 + "\ufffd"
-    assert told == ["x: not UTF-8 in 1 places, which are read as U+FFFD"]
+    assert told == ["x: not UTF-8 in 1 place, which is read as U+FFFD"]
+
+
+def test_replacement_characters_of_a_text_are_no_damage() -> None:
+    """A text that an earlier program has repaired, and that is then cut within a character."""
+    text, told = "\ufffd" * 9 + "é", list[str]()
+    assert decoded(text.encode() + b"\xe2\x80", "x", told.append) == text + "\ufffd"
+    assert told == ["x: not UTF-8 in 1 place, which is read as U+FFFD"]

@@ -14,16 +14,12 @@ from typing import Any
 import numpy as np
 
 from pyorch.errors import SparqError
+from pyorch.ggml import BY_NAME
 from pyorch.native.params import ScoreSelectParams, SealParams
 from pyorch.native.slots import Sources
-from pyorch.native.tensor import Tensor
+from pyorch.native.tensor import InitParams, Tensor
 
-TYPES = {"f32": 0, "f16": 1, "i8": 24, "i32": 26, "i64": 27}  # enum ggml_type
 TensorPtr = POINTER(Tensor)
-
-
-class InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
 
 class Device:
@@ -94,7 +90,8 @@ class Device:
             self.base.ggml_free(ctx)
 
     def new(self, ctx: c_void_p, kind: str, *ne: int) -> Any:
-        return self.base.ggml_new_tensor(ctx, TYPES[kind], len(ne), (c_int64 * len(ne))(*ne))
+        number = BY_NAME[kind].number
+        return self.base.ggml_new_tensor(ctx, number, len(ne), (c_int64 * len(ne))(*ne))
 
     def allocate(self, ctx: c_void_p) -> None:
         """Allocate all tensors of the context, including the results of nodes."""

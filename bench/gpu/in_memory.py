@@ -30,7 +30,7 @@ from pyorch.attention import bytes as cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import bandwidth, records, state
 from pyorch.bench.plan import Synthetic
-from pyorch.bench.records import Done, Record, Result
+from pyorch.bench.records import Done, Record, Result, where_given
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
@@ -61,6 +61,8 @@ class Case:
     n_prompt: int = 0
     threads: int = 0
     library: str = "sparq"
+    n_gen: int = where_given(0)  # older records say neither this nor the repetitions
+    repetitions: int = where_given(0)
 
     @property
     def name(self) -> str:
@@ -98,11 +100,12 @@ def groups(given: runner.Given) -> list[list[Case]]:
         prompt = [Case(*of, True, OFF, N_PROMPT)] * (card != NO_CARD)
         alone = [*stock, *ours, *prompt]
         some = given.threads or [engine.usable_cores()]
-        found.append([replace(case, threads=n) for n in some for case in alone])
+        more = {"n_gen": given.n_gen, "repetitions": given.repetitions}
+        found.append([replace(case, threads=n, **more) for n in some for case in alone])
     return found
 
 
-def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]:
+def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token, or per batch of a prompt.
 
     Raises:
@@ -110,7 +113,7 @@ def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]
     """
     first = cases[0]
     model = Synthetic(first.like, first.n_layer, first.quant).written()
-    n_ctx = -(-(first.n_depth + N_PROMPT + given.n_gen + 2) // 256) * 256
+    n_ctx = -(-(first.n_depth + N_PROMPT + first.n_gen + 2) // 256) * 256
     found: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
     with ExitStack() as stack:
         if first.card > 0:
@@ -137,12 +140,12 @@ def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]
         stay = len(sessions[True].kv_in_memory) if first.card > 0 else first.n_layer
         note(f"{first.n_depth} positions, K and V of {stay} of {first.n_layer} layers in memory")
         rates = {n: _memory(n) for n in dict.fromkeys(case.threads for case in cases)}
-        for turn in range(given.repetitions):
+        for turn in range(first.repetitions):
             for case, result in zip(cases, found, strict=True):
                 s = sessions[case.flash]
                 s.lib.llama_set_n_threads(s.ctx, case.threads, case.threads)
                 engine.set_attention(s, case.spec)
-                samples, counters = _timed(s, case, given.n_gen)
+                samples, counters = _timed(s, case)
                 if case.spec.sparse and not counters.get("calls_sparse"):
                     raise SparqError(f"{case.spec}: no layer was sparse: {counters}")
                 result["samples_ns"] += samples
@@ -169,11 +172,12 @@ def _bytes(s: engine.Session, case: Case) -> float:
     return weights + sum(c.bytes_read for c in costs if case.card <= 0 or c.il in s.kv_in_memory)
 
 
-def _timed(s: engine.Session, case: Case, n_gen: int) -> tuple[list[int], dict[str, int]]:
+def _timed(s: engine.Session, case: Case) -> tuple[list[int], dict[str, int]]:
     """The nanoseconds of each token, or of the prompt, after one that is not counted; and the
     counters. The session is as before."""
-    drawn = (3 + np.random.default_rng(1).integers(0, 200, N_PROMPT + n_gen)).tolist()
-    pieces = [drawn[: case.n_prompt]] * 2 if case.n_prompt else [[t] for t in drawn[: n_gen + 1]]
+    n = case.n_prompt or case.n_gen + 1
+    drawn = (3 + np.random.default_rng(1).integers(0, 200, n)).tolist()
+    pieces = [drawn] * 2 if case.n_prompt else [[token] for token in drawn]
     samples = []
     for i, piece in enumerate(pieces):
         if i == 1:

@@ -12,6 +12,7 @@ those of Llama-2-7B.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +26,12 @@ from bench import plot, runner
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import paper, records, state
-from pyorch.bench.records import Done, Record, Result
+from pyorch.bench.records import Done, Record, Result, where_given
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.models import synth
-from pyorch.table import markdown
+from pyorch.table import markdown, number
 from pyorch.text import human_bytes
 
 FILE = "gpu_tokens.jsonl"
@@ -47,6 +48,7 @@ class Case:
     n_gen: int
     spec: AttentionSpec
     library: str = "sparq"
+    repetitions: int = where_given(0)  # older records do not say
 
 
 OPTIONS = (
@@ -62,12 +64,10 @@ OPTIONS = (
 
 def groups(given: runner.Given) -> list[list[Case]]:
     """Dense and all settings at a depth."""
-    n_layer = _shape(given.like, given.layers).n_layer
+    of = given.like, _shape(given.like, given.layers).n_layer, given.quant
+    n, specs = given.repetitions, dict.fromkeys((OFF, *given.specs))
     return [
-        [
-            Case(given.like, n_layer, given.quant, depth, given.n_gen, spec)
-            for spec in (OFF, *given.specs)
-        ]
+        [Case(*of, depth, given.n_gen, spec, repetitions=n) for spec in specs]
         for depth in given.n_depth
     ]
 
@@ -88,7 +88,7 @@ def _model(case: Case) -> Path:
     return model
 
 
-def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]:
+def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token.
 
     Raises:
@@ -101,7 +101,7 @@ def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]
         _model(first), n_ctx=n_ctx, n_threads=4, flash_attn=True, n_gpu_layers=99
     ) as s:
         state.fill(s, first.n_depth)
-        for turn in range(-1, given.repetitions):  # the first one warms up
+        for turn in range(-1, first.repetitions):  # the first one warms up
             for case, result in [*zip(cases, found, strict=True)][:: -1 if turn % 2 else 1]:
                 engine.set_attention(s, case.spec)
                 tokens = 3 + np.random.default_rng(turn + 1).integers(0, 200, first.n_gen + 3)
@@ -117,7 +117,7 @@ def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]
                     samples.append(time.perf_counter_ns() - started)
                 counted = dict(engine.info(s).counters)
                 engine.rewind(s, first.n_depth)
-                if case.spec != OFF and counted["calls_sparse"] != first.n_gen * first.n_layer:
+                if case.spec.sparse and counted["calls_sparse"] != first.n_gen * first.n_layer:
                     raise SparqError(f"{case.spec}: not every layer was sparse: {counted}")
                 if turn >= 0:
                     result["samples_ns"] += samples
@@ -125,35 +125,44 @@ def measure(given: runner.Given, cases: Sequence[Case], _: Done) -> list[Result]
     return found
 
 
+def _in_turns(recs: Sequence[Record]) -> list[tuple[list[Record], float]]:
+    """The records that were measured in turns, and the median of their `off` in nanoseconds, nan
+    without one. They are those of a run or, of records from before there were runs, those whose
+    cases differ in the attention alone."""
+    found: dict[str, list[Record]] = {}
+    for rec in recs:
+        found.setdefault(rec.get("run") or str({**rec["case"], "spec": ""}), []).append(rec)
+    offs = [[r for r in some if r["case"]["spec"] == str(OFF)] for some in found.values()]
+    dense = (records.spread(off[-1]["samples_ns"])[0] if off else math.nan for off in offs)
+    return [*zip(found.values(), dense, strict=True)]
+
+
 def table(recs: Sequence[Record]) -> str:
     rows = []
-    for run in records.by_run(recs):
-        dense = 0.0
-        for rec in run.values():
+    for some, dense in _in_turns(recs):
+        for rec in some:
             case = records.read_case(Case, rec)
             ms, low, high = (x / 1e6 for x in records.spread(rec["samples_ns"]))
-            dense = dense or ms
             row = [f"{case.like} {case.quant}", f"{case.n_layer}", f"{case.n_depth}"]
-            row += [f"`{case.spec}`", f"{ms:.3f} ({low:.3f}-{high:.3f})", f"{dense / ms:.2f}x"]
-            rows.append(row)
+            row += [f"`{case.spec}`", f"{ms:.3f} ({low:.3f}-{high:.3f})"]
+            rows.append([*row, number(dense / 1e6 / ms, "{:.2f}x")])
     head = ["model", "layers", "positions", "attention", "ms per token (p10-p90)", "of `off`"]
     return markdown(head, rows, left=("model", "attention"))
 
 
 def data(folder: Path) -> list[plot.Row]:
-    """A row for each length and attention of Llama-2-7B in f16, the last that were measured."""
-    last: dict[tuple[int, str], Record] = {}
-    for rec in records.load_all(folder / FILE):
-        if rec["case"]["like"] == "llama2-7b" and rec["case"]["quant"] == "f16":
-            last[rec["case"]["n_depth"], rec["case"]["spec"]] = rec
+    """A row for each length and attention of all of Llama-2-7B in f16, the last that were measured
+    in turns with `off`."""
+    wanted = {"like": "llama2-7b", "quant": "f16", "n_layer": _shape("llama2-7b", None).n_layer}
+    last: dict[tuple[int, str], tuple[Record, float]] = {}
+    for some, dense in _in_turns(records.load_all(folder / FILE)):
+        for rec in some:
+            if rec["case"].items() >= wanted.items() and not math.isnan(dense):
+                last[rec["case"]["n_depth"], rec["case"]["spec"]] = rec, dense
     plot.need([*last], "decoded tokens of llama2-7b f16 on a GPU", NEEDS)
     rows = []
-    for (depth, line), rec in sorted(last.items()):
-        off = last.get((depth, str(OFF)))
-        if off is None:
-            continue
+    for (depth, line), (rec, dense) in sorted(last.items()):
         ns, low, high = records.spread(rec["samples_ns"])
-        dense = records.spread(off["samples_ns"])[0]
         spec = parse_spec(line)
         rows.append(
             {

@@ -140,11 +140,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     const bool has_v = slice < n_slice;
     constexpr int N_V = D > 0 ? ATTEND_TILE*D/8/N_THREAD : 1; // rows of V that are on their way while K is worked on
 
-    for (int h = 0; h < GB; ++h) {
-        if (tid < (d_k + 7)/8*8) {
-            m.q[h][q_place(tid, d_k)] = h < n_head && tid < d_k ? a.q.at<const float>(head + h, i, s)[tid] : 0.0f;
-        }
-    }
+    load_queries<GB>(m.q, a.q, head, n_head, i, s, d_k);
     if (tid < GB) {
         m.m[tid] = neg_inf();
         m.l[tid] = 0.0f;

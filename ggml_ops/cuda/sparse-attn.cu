@@ -116,6 +116,7 @@ score_args make_score(const ggml_tensor * dst) {
     a.n_kv      = src.k->ne[2];
     a.n_grp     = ggml_sparse_n_groups(a.n_kv);
     a.n_run     = ceil_div(a.n_kv, RUN);
+    a.n_pos_t   = src.k_t ? std::min(a.n_kv, src.k_t->ne[0]) : 0; // in f16 it may lack the last group
     a.n_head    = (int) src.q->ne[1];
     a.n_head_kv = (int) src.k->ne[1];
     a.n_group_q = a.n_head/a.n_head_kv;

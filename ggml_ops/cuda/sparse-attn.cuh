@@ -13,7 +13,7 @@ inline bool ggml_cuda_sparse_attn_supported(const ggml_tensor *, int) { return f
 
 #else
 
-// runs a node for which the function below says true; no synchronisation, grids that follow from shapes alone, scratch from ctx.pool()
+// runs a node for which the function below says true; no synchronisation, grids that follow from the shapes and the device, scratch from ctx.pool()
 void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
 // runs node i of the graph, which is one of ours, together with those behind it, if it is the first of nodes that one launch can do. Returns how many

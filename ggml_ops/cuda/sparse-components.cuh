@@ -15,7 +15,7 @@ struct score_args {
     float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
     float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
     unsigned long long * stats;
-    int64_t n_kv, n_grp, n_run;
+    int64_t n_kv, n_grp, n_run, n_pos_t; // n_pos_t: of the cells, those that a row of k_t in f16 has
     int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a KV head, GB at a time
     float   scale, softcap, max_bias;
 

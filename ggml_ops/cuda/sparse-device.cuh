@@ -287,11 +287,12 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 // the sum over the lanes up to this one
-__device__ __forceinline__ int warp_prefix(int x) {
+template <typename T>
+__device__ __forceinline__ T warp_prefix(T x) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
-        const int y = __shfl_up_sync(ALL, x, i);
+        const T y = __shfl_up_sync(ALL, x, i);
         x += lane >= i ? y : 0;
     }
     return x;
@@ -337,7 +338,7 @@ __device__ __forceinline__ int q_place(int c, int d) { return c % 8/4*((d + 7)/8
 
 // n_head queries of a token from number `head` on -> q, in the order of q_place(), zeros behind d and behind the last one; a thread per component
 template <int GB>
-__device__ __forceinline__ void load_queries(float (*q)[D_MAX], const view & from, int64_t head, int n_head, int64_t i, int64_t s, int d) {
+__device__ __forceinline__ void load_queries(float (*q)[D_MAX], const view & from, int head, int n_head, int64_t i, int64_t s, int d) {
     const int c = threadIdx.x;
 #pragma unroll
     for (int h = 0; h < GB; ++h) {

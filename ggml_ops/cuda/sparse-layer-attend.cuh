@@ -326,7 +326,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend() {
 #pragma unroll 1
     for (int h0 = 0; h0 < n_group_q; h0 += GB) {
         const int n_head = min(GB, n_group_q - h0);
-        load_queries<GB>(m.q, ta.q, h_kv*n_group_q + h0, n_head, i_tok, s, ta.d_k);
+        load_queries<GB>(m.q, ta.q, (int) h_kv*n_group_q + h0, n_head, i_tok, s, ta.d_k);
         if (tid < GB) {
             m.slope[tid] = head_slope((int) h_kv*n_group_q + h0 + tid, ta.n_log2, ta.max_bias);
         }
@@ -378,7 +378,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::finish() {
         const float all = x[1] + (ta.sink_logits ? expf(sink - ref) : 0.0f);
         float o = all > 0.0f ? __fdiv_rn(x[0], all) : 0.0f;
         if (mean_v) {
-            const float sum = m.sum[h], left = n_above == n_sel && m.cut < 0 ? 0.0f : sum - x[3]; // nothing, where all are selected
+            const float sum = m.sum[h], left = n_sel == n_vis ? 0.0f : sum - x[3]; // nothing, where all are selected
             float alpha = 1.0f;
             if (x[4] > 0.0f && left > MIN_LEFT*sum && x[2] > 0.0f) { // not where a head has a NaN
                 alpha = __fsqrt_rn(__fdiv_rn(all, all + expf(logf(left) + 4.0f*(logf(x[2]) - logf(x[4])))));

@@ -116,7 +116,7 @@ struct layer_bins {
             shift = 20;
         }
     }
-    // the bin of the cut, and half a bin on either side
+    // the bin of the cut: of logits with half a bin on either side, of sums of softmaxes from its lower end on
     __device__ __forceinline__ void narrow(int cut) {
         if (GB == 1) {
             lo  += __fdiv_rn(cut - 0.5f, inv);

@@ -44,7 +44,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::guess_bins(int n_c
     bin.inv = __fdividef(LAYER_BINS/16.0f, sigma);
 }
 
-// own position number i, with this key, into the histogram
+// counts a key in the histogram; a marked cell goes to the last bin
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::count_key(float x, unsigned mark) {
     const int b = bin.at(mark && x > neg_inf() ? INFINITY : x);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::scan_unit(float (&
             scan_codes<8>(x, m.score, step, base, warp, n_comp, k_t + lane*(PER_LANE*N_BIT/8), sa.k_t.nb1, make);
         }
     } else {
-        scan_f16(x, m.score, n_comp, k_t + lane*16, sa.k_t.nb1, n_kv - run*RUN);
+        scan_f16(x, m.score, n_comp, k_t + lane*16, sa.k_t.nb1, sa.n_pos_t - run*RUN);
     }
 }
 

@@ -309,7 +309,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::write_list(int at)
         m.n_warp[warp] = n;
     }
     __syncthreads();
-    int32_t * to = a.sel + u*a.topk_max + at + warp_sum(lane < warp ? m.n_warp[lane] : 0); // lane < N_WARP, since w is
+    int32_t * to = a.sel + u*a.topk_max + at + warp_sum(lane < warp ? m.n_warp[lane] : 0);
 #pragma unroll 1
     for (int j0 = w0; j0 < w1; j0 += 32) {
         const unsigned mine = j0 + lane < w1 ? m.marks[j0 + lane] : 0;

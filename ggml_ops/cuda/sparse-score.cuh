@@ -268,7 +268,7 @@ __device__ __forceinline__ void scan_line(
     }
 }
 
-// the same from f16; n: positions of the rows from the run's first on. Rows end at n_kv, rounded up to 8
+// the same from f16; n: positions that the rows have from the run's first on. Rows are whole spans of 8, so one that begins within may be read
 template <int N_BIT, int GB, int NT>
 __device__ __forceinline__ void scan_f16(
         float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB, NT> & m, int n_comp, const char * k_t, int64_t nb_comp, int64_t n) {
@@ -516,7 +516,7 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
                     make_coef(m, step, base, w, n_comp, a.k_range.at(h_kv*a.d, run, s), a.k_range.nb1);
                 });
             } else {
-                scan_f16(x, m, n_comp, k_t + lane*16, a.k_t.nb1, a.n_kv - run*RUN);
+                scan_f16(x, m, n_comp, k_t + lane*16, a.k_t.nb1, a.n_pos_t - run*RUN);
             }
         }
         if (__syncthreads_or(seen.rows != 0)) {

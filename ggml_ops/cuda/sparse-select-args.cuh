@@ -9,7 +9,7 @@ namespace sparse_cuda {
 struct select_args {
     view forced, kl;
     const float * logits;               // [row][n_head][n_kv]
-    float       * key;                  // [row][n_head_kv][n_kv] what is ranked; the logits where a KV head has one query head
+    float       * key;                  // [row][n_head_kv][n_kv] what is ranked; NULL where a KV head has one query head: then it is the logits
     float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or rest or top_p is wanted
     unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch of select_scan(): the forced cells
     int2        * list;                 // [row][n_head_kv][n_list*LIST_KEYS] cells near or above the cut, with their orders; scratch of select_scan()
@@ -69,15 +69,10 @@ __device__ __forceinline__ T block_sum(T x, T * buf) {
 // the sum of x over the threads before this one; total: over all. buf [NT/32]
 template <int NT>
 __device__ __forceinline__ int64_t block_before(int64_t x, int64_t * total, int64_t * buf) {
-    const int w = threadIdx.x/32, lane = threadIdx.x % 32;
-    int64_t before = x;
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
-        const int64_t y = __shfl_up_sync(ALL, before, o);
-        before += lane >= o ? y : 0;
-    }
+    const int w = threadIdx.x/32;
+    int64_t before = warp_prefix(x);
     __syncthreads(); // the last one was read
-    if (lane == 31) {
+    if (threadIdx.x % 32 == 31) {
         buf[w] = before;
     }
     __syncthreads();

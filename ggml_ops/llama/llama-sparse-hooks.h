@@ -36,7 +36,7 @@ void llama_sparse_decode_failed(llama_memory_i * memory);
 
 // Whatever restores a state: seals at its end what was restored, so that no token has to. Where sequences have streams of their own the next calls to
 // decode() do it, a part by each, so that no token of another sequence waits for all of it; if a token of the restored one comes before they are
-// through, its graph seals the rest. Made first, so that it ends last: bytes are still copied then
+// through, its graph seals the rest. Declared first, so destroyed last: the io object's destructor still copies bytes
 struct llama_sparse_restored {
     llama_context * ctx;
 
@@ -67,7 +67,7 @@ void llama_sparse_cells_moved(
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow);
 
 // The memory that K and V of layer il get, where llama.cpp would take buft: the CPU's for the layers that SPARQ_KV_IN_MEMORY lists, "0,3,7". So K and V
-// of some layers can lie on a GPU and those of others in memory
+// of some layers can lie on a GPU and those of others in memory. Throws std::runtime_error, in one line: that is no such list
 ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft, uint32_t il);
 
 // Sets a buffer of K and V to zero, in place of ggml_backend_buffer_clear(). Where the system can, its pages are given back and come again when they

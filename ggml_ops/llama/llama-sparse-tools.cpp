@@ -158,13 +158,15 @@ std::vector<known_document> read_list(const char * list) {
     known_document d;
     for (std::string numbers; std::getline(lines, d.path) && std::getline(lines, numbers) && std::getline(lines, d.kind);) {
         uint64_t tokens_at = 0;
-        std::istringstream(numbers) >> d.n_tokens >> d.image_at >> tokens_at;
+        std::istringstream fields(numbers);
+        std::ifstream file(d.path, std::ios::binary | std::ios::ate);
+        const uint64_t n_bytes = file ? (uint64_t) file.tellg() : 0;
+        const bool is_line = !!(fields >> d.n_tokens >> d.image_at >> tokens_at);
         std::replace(d.kind.begin(), d.kind.end(), '|', '\n');
-        d.tokens.resize(d.n_tokens);
-        std::ifstream file(d.path, std::ios::binary);
+        d.tokens.resize(is_line && tokens_at <= n_bytes && d.n_tokens <= (n_bytes - tokens_at)/sizeof(llama_token) ? d.n_tokens : 0);
         file.seekg(tokens_at);
         file.read((char *) d.tokens.data(), d.tokens.size()*sizeof(llama_token));
-        if (file && d.n_tokens > 0 && *std::min_element(d.tokens.begin(), d.tokens.end()) >= 0) {
+        if (file && !d.tokens.empty() && *std::min_element(d.tokens.begin(), d.tokens.end()) >= 0) {
             res.push_back(d);
         } else {
             LLAMA_LOG_WARN("%s: %s cannot be read\n", __func__, d.path.c_str());
@@ -193,10 +195,10 @@ bool llama_sparse_override_matters(const char * key) {
     return !name.empty() && name.rfind("tokenizer.", 0) != 0 && !is_length; // the last override has no name: it ends them
 }
 
-bool llama_sparse_same_adapters(const void * slot, const std::string & adapters) {
+bool llama_sparse_update_adapters(const void * slot, const std::string & adapters) {
     static std::map<const void *, std::string> last; // what a slot holds before its first request comes from a file, which tells of no adapters
     const auto it = last.try_emplace(slot, adapters).first;
-    return std::exchange(it->second, adapters) == adapters;
+    return std::exchange(it->second, adapters) != adapters;
 }
 
 void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {

@@ -104,8 +104,8 @@ template <typename Slot, typename Task> void llama_sparse_window_use(Slot & slot
 // Does `--override-kv KEY=..` change what K and V are, beside the rotations, which a document knows?
 LLAMA_API bool llama_sparse_override_matters(const char * key);
 
-// Are these the adapters that the last request had in this slot? With others its K and V are worth nothing
-LLAMA_API bool llama_sparse_same_adapters(const void * slot, const std::string & adapters);
+// The adapters of the request that begins in this slot. Returns whether they changed: then its K and V are worth nothing
+LLAMA_API bool llama_sparse_update_adapters(const void * slot, const std::string & adapters);
 
 // The adapters that change every token of a request, with their scales. One that begins at a word of its own changes nothing before that
 template <typename Slot> std::string llama_sparse_adapters_of(const Slot & slot) {
@@ -118,7 +118,7 @@ template <typename Slot> std::string llama_sparse_adapters_of(const Slot & slot)
     return res;
 }
 
-// Why K and V of this prompt would not be those of a document, which weights alone have made, or would not be kept; nullptr: they would
+// Why a document, computed from the weights alone, cannot stand in for this prompt; nullptr if it can
 template <typename Params, typename Slot, typename Task>
 const char * llama_sparse_why_no_document(const Params & params, const Slot & slot, const Task & task) {
     const auto matters = [](const auto & entry) { return llama_sparse_override_matters(entry.key); };
@@ -136,7 +136,7 @@ const char * llama_sparse_why_no_document(const Params & params, const Slot & sl
 // POST /lora-adapters
 template <typename Params, typename Slot, typename Task>
 void llama_sparse_document_use(const Params & params, Slot & slot, const Task & task) {
-    if (!llama_sparse_same_adapters(&slot, llama_sparse_adapters_of(slot))) {
+    if (llama_sparse_update_adapters(&slot, llama_sparse_adapters_of(slot))) {
         slot.prompt.clear();
     }
     llama_sparse_window_use(slot, task);

@@ -65,10 +65,6 @@ bool llama_sparse_is_cpu(ggml_backend_dev_t dev) {
     return type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_ACCEL;
 }
 
-bool llama_sparse_is_supported_type(ggml_type type) {
-    return ggml_sparse_kv_block(type) > 0;
-}
-
 const char * llama_sparse_why_not(const llama_kv_cache & kv) {
     return access::has_other(kv)                   ? "the cells are shared with another cache" :
             access::v_trans(kv)                     ? "flash attention is off" :
@@ -82,7 +78,7 @@ const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) 
     if (!layer.k || !layer.v) {
         return "no separate K and V";
     }
-    if (!llama_sparse_is_supported_type(layer.k->type) || !llama_sparse_is_supported_type(layer.v->type)) {
+    if (ggml_sparse_kv_block(layer.k->type) == 0 || ggml_sparse_kv_block(layer.v->type) == 0) {
         return "K or V of a type without a kernel";
     }
     const ggml_backend_dev_t dev = llama_sparse_device_of(layer.k);
@@ -116,10 +112,6 @@ std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const l
         }
     }
     return res;
-}
-
-uint32_t llama_sparse_n_groups(uint32_t n_kv) {
-    return (uint32_t) ggml_sparse_n_groups(n_kv);
 }
 
 ggml_backend_dev_t llama_sparse_device_of(ggml_backend_buffer_t buf) {

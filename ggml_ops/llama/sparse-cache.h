@@ -12,8 +12,6 @@
 llama_kv_cache *               llama_sparse_find_cache(llama_memory_i * memory);
 const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_context_i * mctx);
 
-bool llama_sparse_is_supported_type(ggml_type type); // of K or V
-
 // Why no layer of this cache is sparse, or not this one, whatever the settings: "" if they are, else what info() and the log say. ikv: the layer's
 // number in the cache
 const char * llama_sparse_why_not      (const llama_kv_cache & kv);
@@ -27,8 +25,6 @@ double llama_sparse_row_bytes(const llama_kv_cache & kv, int il);
 
 // the share of dense attention's bytes that step 1 reads in each layer [n_layer]; 0 for layers of other caches
 std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const llama_sparse_spec & spec, int32_t n_layer);
-
-uint32_t llama_sparse_n_groups(uint32_t n_kv);
 
 // the device whose memory it is; nullptr: the host, whatever device allocated it
 ggml_backend_dev_t llama_sparse_device_of(ggml_backend_buffer_t buf);

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the pinned releases of llama.cpp have under one name or not at all. Each function asks the compiler: called with 0 as the last
+// What only one of the pinned releases of llama.cpp has, or has with other arguments. Each function asks the compiler: called with 0 as the last
 // argument, the first overload is taken where upstream has the member, the second elsewhere.
 
 #include "llama-graph.h"

@@ -1,5 +1,6 @@
 // The C API, and the settings of a context.
 
+#include "sparse-guarded.h"
 #include "sparse-input.h"
 #include "sparse-seal.h"
 
@@ -14,14 +15,6 @@
 #include <stdexcept>
 
 using access = llama_sparse_access;
-
-static void write_text(const char * s, char * buf, size_t n) {
-    if (buf && n > 0) {
-        snprintf(buf, n, "%s", s);
-    }
-}
-
-static void write_text(const std::string & s, char * buf, size_t n) { write_text(s.c_str(), buf, n); }
 
 // the cache that has a shadow; nullptr: none has
 static llama_kv_cache * find_shadowed(llama_memory_i * memory) {
@@ -53,11 +46,17 @@ static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
     };
     check_size("k_layers",    spec.k_layers.size());
     check_size("rank_layers", spec.rank_layers.size());
-    for (int32_t il = 0; il < n_layer && spec.method == LLAMA_SPARSE_SPARQ; ++il) {
-        const bool    attends = hparams.has_kv(il) && hparams.n_head_kv(il) > 0; // not so in recurrent layers
-        const int32_t rank    = spec.rank_layers.empty() ? spec.rank : spec.rank_layers[il];
-        const int32_t d_k     = (int32_t) hparams.n_embd_head_k(il);
-        if (attends && rank > d_k) {
+    const auto * kv = llama_sparse_find_cache(ctx.get_memory());
+    if (spec.method != LLAMA_SPARSE_SPARQ || !kv) {
+        return;
+    }
+    for (const auto & [il, _] : access::layer_ids(*kv)) { // those that may run it, also over K and V of another layer
+        if (il >= n_layer || hparams.n_head_kv(il) == 0) {
+            continue;
+        }
+        const int32_t rank = spec.rank_layers.empty() ? spec.rank : spec.rank_layers[il];
+        const int32_t d_k  = (int32_t) hparams.n_embd_head_k(il);
+        if (rank > d_k) {
             throw llama_sparse_error("rank is above the head size of the model: " + std::to_string(rank) + " > " + std::to_string(d_k),
                     "use a rank of at most " + std::to_string(d_k));
         }
@@ -161,24 +160,12 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
     seal_early(ctx);
 }
 
-// 0, or -1 if f throws: err says why
-template <typename F>
-static int32_t try_to(F f, char * err, size_t n_err) {
-    try {
-        f();
-    } catch (const std::exception & e) {
-        write_text(e.what(), err, n_err);
-        return -1;
-    }
-    write_text("", err, n_err);
-    return 0;
-}
-
 int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err, size_t n_err) {
-    return try_to([&] {
+    return llama_sparse_guarded(err, n_err, [&] {
         ctx->synchronize();
         set(*ctx, llama_sparse_spec::parse(text ? text : "off"));
-    }, err, n_err);
+        return 0;
+    });
 }
 
 // throws llama_sparse_error
@@ -209,7 +196,10 @@ static void set_sequence(llama_context & ctx, llama_seq_id seq, const char * tex
 }
 
 int32_t llama_set_sparse_attn_seq(llama_context * ctx, llama_seq_id seq, const char * text, char * err, size_t n_err) {
-    return try_to([&] { set_sequence(*ctx, seq, text); }, err, n_err);
+    return llama_sparse_guarded(err, n_err, [&] {
+        set_sequence(*ctx, seq, text);
+        return 0;
+    });
 }
 
 void llama_sparse_attn_seq_prompt(llama_context * ctx, llama_seq_id seq) {
@@ -230,14 +220,11 @@ void llama_sparse_attn_seq_draft(llama_context * ctx, llama_seq_id seq, llama_po
 }
 
 int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
-    try {
+    return llama_sparse_guarded(buf, n_buf, [&] {
         const std::string s = llama_sparse_spec::parse(text ? text : "off").str();
-        write_text(s, buf, n_buf);
+        llama_sparse_write_text(s, buf, n_buf);
         return (int32_t) s.size();
-    } catch (const std::exception & e) {
-        write_text(e.what(), buf, n_buf);
-        return -1;
-    }
+    });
 }
 
 //
@@ -247,13 +234,14 @@ int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
 static thread_local std::optional<std::string> thread_default;
 
 int32_t llama_sparse_attn_default(const char * spec) {
-    char err[256];
-    const int32_t res = try_to([&] { thread_default = spec ? std::optional<std::string>(spec) : std::nullopt; }, err, sizeof(err));
-    if (res != 0) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, err);
-    }
-    return res;
+    return llama_sparse_logged(__func__, -1, [&] {
+        thread_default = spec ? std::optional<std::string>(spec) : std::nullopt;
+        return 0;
+    });
 }
+
+// the layers of a draft are not those that an environment variable was written for
+static bool is_draft(const llama_context_params & params) { return params.ctx_other != nullptr; }
 
 // "" or the spec that a new context begins with, and in `from` who says so
 static std::string default_spec(const llama_context_params & params, std::string & from) {
@@ -261,9 +249,8 @@ static std::string default_spec(const llama_context_params & params, std::string
         return *thread_default;
     }
     const char * text = getenv("SPARQ_ATTN");
-    const bool is_draft = params.ctx_other != nullptr; // its layers are not those that the variable was written for
     from = "SPARQ_ATTN: ";
-    return text && !is_draft ? text : "";
+    return text && !is_draft(params) ? text : "";
 }
 
 static std::runtime_error in_one_line(const std::string & from, const std::string & what) {
@@ -284,6 +271,12 @@ void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_par
 }
 
 void llama_sparse_context_end(llama_context * ctx, const llama_context_params & params) {
+    const uint32_t n_layer = ctx->get_model().hparams.n_layer_all;
+    for (uint32_t il : llama_sparse_kv_in_memory()) {
+        if (il >= n_layer && !is_draft(params)) {
+            LLAMA_LOG_WARN("%s: SPARQ_KV_IN_MEMORY: there is no layer %u; the last one is %u\n", __func__, il, n_layer - 1);
+        }
+    }
     std::string from;
     const std::string text = default_spec(params, from);
     if (text.empty()) {
@@ -338,26 +331,15 @@ llama_sparse_restored::~llama_sparse_restored() {
     }
 }
 
-// what f gives, or -1 if it throws: no exception may leave a C function
-template <typename F>
-static int64_t guarded(const char * who, F f) {
-    try {
-        return f();
-    } catch (const std::exception & e) {
-        LLAMA_LOG_ERROR("%s: %s\n", who, e.what());
-        return -1;
-    }
-}
-
 int64_t llama_sparse_attn_seal(llama_context * ctx) {
-    return guarded(__func__, [&] {
+    return llama_sparse_logged<int64_t>(__func__, -1, [&] {
         ctx->synchronize();
         return seal(*ctx);
     });
 }
 
 int64_t llama_sparse_attn_check(llama_context * ctx) {
-    return guarded(__func__, [&]() -> int64_t {
+    return llama_sparse_logged<int64_t>(__func__, -1, [&] {
         ctx->synchronize();
         auto * kv = find_shadowed(ctx->get_memory());
         return kv ? llama_sparse_count_stale(*kv) : -1;
@@ -497,17 +479,17 @@ static std::string sequence_info(const llama_context & ctx, llama_seq_id seq) {
 }
 
 int32_t llama_get_sparse_attn_seq_info(const llama_context * ctx, llama_seq_id seq, char * buf, size_t n_buf) {
-    return (int32_t) guarded(__func__, [&]() -> int64_t {
+    return llama_sparse_logged<int32_t>(__func__, -1, [&] {
         const std::string s = sequence_info(*ctx, seq);
-        write_text(s, buf, n_buf);
-        return (int64_t) s.size();
+        llama_sparse_write_text(s, buf, n_buf);
+        return (int32_t) s.size();
     });
 }
 
 int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {
-    return (int32_t) guarded(__func__, [&]() -> int64_t {
+    return llama_sparse_logged<int32_t>(__func__, -1, [&] {
         const std::string s = info(*const_cast<llama_context *>(ctx));
-        write_text(s, buf, n_buf);
-        return (int64_t) s.size();
+        llama_sparse_write_text(s, buf, n_buf);
+        return (int32_t) s.size();
     });
 }

@@ -5,6 +5,7 @@
 // What layers that forget know of a text (sparse-document-state.h) can not be cut: the image has their state at its end.
 
 #include "sparse-document-state.h"
+#include "sparse-guarded.h"
 #include "sparse-seal.h"
 #include "sparse-system.h"
 
@@ -350,7 +351,10 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     if (kv.seq_pos_max(seq_id) >= 0) {
         throw std::runtime_error("the sequence holds something already");
     }
-    if (n_read == 0 || n_read > n_pos || (uint64_t) p.cell + n_read > cells.size()) {
+    if (n_read == 0 || n_read > n_pos) {
+        throw std::runtime_error("a document of " + std::to_string(n_pos) + " positions cannot be opened up to position " + std::to_string(n_read));
+    }
+    if ((uint64_t) p.cell + n_read > cells.size()) {
         throw std::runtime_error("the document has " + std::to_string(n_read) + " positions, and the context room for " +
                 std::to_string(cells.size() - std::min(p.cell, cells.size())) + "\ntake a larger context");
     }
@@ -429,37 +433,24 @@ void seal_document(llama_context & ctx, llama_kv_cache & kv, const place & p) {
     }
 }
 
-// what f gives; < 0 if it throws, and err says why
-template <typename F>
-int64_t guarded(F f, char * err, size_t n_err) {
-    try {
-        return f();
-    } catch (const std::exception & e) {
-        if (err && n_err > 0) {
-            snprintf(err, n_err, "%s", e.what());
-        }
-        return -1;
-    }
-}
-
 } // namespace
 
 int64_t llama_sparse_document_bytes(llama_context * ctx, uint32_t n_pos, char * err, size_t n_err) {
-    return guarded([&] { return (int64_t) image_of(llama_sparse_memory_of(*ctx), place_of(0, n_pos)).bytes; }, err, n_err);
+    return llama_sparse_guarded(err, n_err, [&] { return (int64_t) image_of(llama_sparse_memory_of(*ctx), place_of(0, n_pos)).bytes; });
 }
 
 int64_t llama_sparse_document_kind(llama_context * ctx, char * buf, size_t n_buf) {
-    return guarded([&] {
+    return llama_sparse_guarded(buf, n_buf, [&] {
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
         const std::string kind = kind_of_rows(*ctx, m) + "\n" + kind_of_shadow(*m.kv);
         snprintf(buf, n_buf, "%s", kind.c_str());
         return (int64_t) kind.size();
-    }, buf, n_buf);
+    });
 }
 
 int64_t llama_sparse_document_write(
         llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t from, uint32_t to, char * err, size_t n_err) {
-    return guarded([&] {
+    return llama_sparse_guarded(err, n_err, [&] {
         ctx->synchronize();
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
         auto & kv = *m.kv;
@@ -480,11 +471,11 @@ int64_t llama_sparse_document_write(
             write_state(fd, offset, m, im, seq_id, from, to);
         }
         return int64_t(0);
-    }, err, n_err);
+    });
 }
 
 int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, char * err, size_t n_err) {
-    return guarded([&] {
+    return llama_sparse_guarded(err, n_err, [&] {
         ctx->synchronize();
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
         auto & kv = *m.kv;
@@ -495,10 +486,10 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
             write_rows(fd, offset, rows, 0, rows.n_row);
         }
         return int64_t(0);
-    }, err, n_err);
+    });
 }
 
 int64_t llama_sparse_document_open(
         llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind, char * err, size_t n_err) {
-    return guarded([&] { return open_document(*ctx, seq_id, fd, offset, n_pos, n_read, kind); }, err, n_err);
+    return llama_sparse_guarded(err, n_err, [&] { return open_document(*ctx, seq_id, fd, offset, n_pos, n_read, kind); });
 }

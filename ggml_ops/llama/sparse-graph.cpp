@@ -100,7 +100,7 @@ std::string why_not_ours(const attention & a, const llama_kv_cache_context * mct
 // which reads a row once for all heads, where llama.cpp reads it for each
 bool is_latent(const attention & a) {
     return a.v_mla && a.v->view_src == a.k->view_src && is_ordinary(a) &&
-            llama_sparse_is_supported_type(a.k->type) && llama_sparse_is_cpu(a.device());
+            ggml_sparse_kv_block(a.k->type) > 0 && llama_sparse_is_cpu(a.device());
 }
 
 // does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory
@@ -116,8 +116,8 @@ bool is_prompt_on_cpu(const attention & a) {
 
 // can PREFILL read this layer, which may have a sliding window?
 bool can_prefill(const attention & a) {
-    return is_ordinary(a) && !a.g.hparams.is_mla() && llama_sparse_is_supported_type(a.k->type) &&
-            llama_sparse_is_supported_type(a.v->type) && is_prompt_on_cpu(a);
+    return is_ordinary(a) && !a.g.hparams.is_mla() && ggml_sparse_kv_block(a.k->type) > 0 &&
+            ggml_sparse_kv_block(a.v->type) > 0 && is_prompt_on_cpu(a);
 }
 
 // our nodes run where K lies: left to the scheduler, they could follow q, and all of K be copied to them

@@ -199,7 +199,7 @@ void llm_graph_input_sparse::need_list(const llm_graph_context & g) {
 
 void llm_graph_input_sparse::need_sealed(const llm_graph_context & g) {
     for (auto & stage : stages) {
-        stage.sealed = stage.sealed ? stage.sealed : new_input(g, "sparse_sealed", llama_sparse_n_groups(n_kv), n_stream);
+        stage.sealed = stage.sealed ? stage.sealed : new_input(g, "sparse_sealed", ggml_sparse_n_groups(n_kv), n_stream);
     }
 }
 
@@ -368,7 +368,7 @@ void llm_graph_input_sparse::set_wanted(const llama_ubatch * ubatch) {
             kl[1] = std::min(spec.local_for(k), n_local_max);
         }
         for (const auto & layer : layers) {
-            if (has_ranks() && layer.reason.empty() && !layer.is_left) {
+            if (has_ranks() && layer.reason.empty() && !layer.uses_stock) {
                 rank[layer.il] = rank_for(x, layer.il);
             }
         }
@@ -395,8 +395,8 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
         sum.n_steps++;
         sum.n_verified += state->verifying[seq];
         state->n_verified += state->verifying[seq];
-        for (const auto & [il, reason, is_left, _, reads_exactly] : layers) {
-            if (is_left || !(reason.empty() || reads_exactly)) {
+        for (const auto & [il, reason, uses_stock, _, reads_exactly] : layers) {
+            if (uses_stock || !(reason.empty() || reads_exactly)) {
                 continue;
             }
             const int64_t n_head = hparams.n_head_kv(il);
@@ -444,13 +444,13 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (tells && state->layers.size() != layers.size()) {
         state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated
     }
-    for (const auto & [il, reason, is_left, prompt_is_left, _] : layers) {
+    for (const auto & [il, reason, uses_stock, prompt_uses_stock, _] : layers) {
         if (tells) {
             state->layers[il] = reason;
         }
-        if (is_left) {
+        if (uses_stock) {
             state->n_stock[reason] += tok.n;
-        } else if (prompt_is_left && tok.has_prompt()) {
+        } else if (prompt_uses_stock && tok.has_prompt()) {
             state->n_stock["prefill"] += tok.n - tok.n_reply;
         }
     }

@@ -96,9 +96,9 @@ public:
     struct layer {
         int         il;
         std::string reason;  // why its decoded tokens are not ours, "" if they are
-        bool        is_left; // all of its attention is left to llama.cpp
-        bool        prompt_is_left = false; // that of prompts beside replies that are ours
-        bool        is_exact       = false; // its decoded tokens are ours in spite of the reason, which says why they read everything
+        bool        uses_stock; // all of its attention is llama.cpp's
+        bool        prompt_uses_stock = false; // that of prompts beside replies that are ours
+        bool        is_exact          = false; // its decoded tokens are ours in spite of the reason, which says why they read everything
     };
     std::vector<layer> layers;
 

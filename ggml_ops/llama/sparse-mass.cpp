@@ -2,9 +2,9 @@
 
 #include "llama-sparse.h"
 #include "sparse-access.h"
+#include "sparse-guarded.h"
 
 #include "llama-hparams.h"
-#include "llama-impl.h"
 #include "llama-model.h"
 
 #include "ggml-backend.h"
@@ -14,7 +14,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <numeric>
 #include <vector>
 
@@ -88,12 +87,7 @@ static double mass_of(const ggml_tensor * attend) {
 }
 
 double llama_sparse_attn_mass(const ggml_tensor * attend) {
-    try {
-        return mass_of(attend);
-    } catch (const std::exception & e) { // no memory, say
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, e.what());
-        return NAN;
-    }
+    return llama_sparse_logged<double>(__func__, NAN, [&] { return mass_of(attend); });
 }
 
 //
@@ -139,7 +133,7 @@ static void set_callback(llama_context & ctx, ggml_backend_sched_eval_callback c
 }
 
 llama_sparse_measure * llama_sparse_measure_begin(llama_context * ctx) {
-    try {
+    return llama_sparse_logged<llama_sparse_measure *>(__func__, nullptr, [&] {
         ctx->synchronize();
         const auto & cparams = ctx->get_cparams();
         const size_t n_layer = ctx->get_model().hparams.n_layer();
@@ -148,10 +142,7 @@ llama_sparse_measure * llama_sparse_measure_begin(llama_context * ctx) {
         };
         set_callback(*ctx, [](ggml_tensor * t, bool ask, void * data) { return ((llama_sparse_measure *) data)->on_node(t, ask); }, m);
         return m;
-    } catch (const std::exception & e) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, e.what());
-        return nullptr;
-    }
+    });
 }
 
 void llama_sparse_measure_end(llama_sparse_measure * m, double * mass) {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-std::atomic<bool> llama_sparse_pages::any_left = false;
+std::atomic<bool> llama_sparse_pages::unmap_failed = false;
 
 bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
     size_t & mapped = spans[at]; // what may throw comes before the system is asked
@@ -20,7 +20,7 @@ void llama_sparse_pages::unmap() {
     for (const auto & [at, n] : spans) {
         if (n > 0 && !llama_sparse_map_empty(at, n)) {
             memset(at, 0, n); // copies of the file's pages
-            any_left = true;
+            unmap_failed = true;
         } else {
             llama_sparse_huge_pages(at, n);
         }

@@ -15,9 +15,9 @@ struct llama_sparse_pages {
     void unmap(); // empty memory instead, which is what the cache has before it is first written
 
     // Did the system refuse that anywhere? Then pages of files, overwritten with zeros, are still there, and would be read anew if they were given back
-    static bool is_any_left() { return any_left; }
+    static bool has_unmap_failed() { return unmap_failed; }
 
 private:
     std::map<char *, size_t> spans; // bytes that were mapped from here on, at most: a document may lie where others did
-    static std::atomic<bool> any_left;
+    static std::atomic<bool> unmap_failed;
 };

@@ -6,9 +6,11 @@
 #include "sparse-system.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <sstream>
 #include <stdexcept>
 
 // A stride that is a power of two would map all components to the same sets of a CPU's cache: SCORE_SELECT by one thread would take 5 to 10 %
@@ -18,7 +20,7 @@
 static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;
 
 llama_sparse_shadow::llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell) :
-    flags(n_stream, std::vector<uint8_t>(llama_sparse_n_groups(n_cell), 0)), prompt(n_stream, std::vector<uint8_t>(n_cell, 0)) {
+    flags(n_stream, std::vector<uint8_t>(ggml_sparse_n_groups(n_cell), 0)), prompt(n_stream, std::vector<uint8_t>(n_cell, 0)) {
 }
 
 //
@@ -60,7 +62,7 @@ llama_sparse_shadow::layer llama_sparse_shadow::layer::make(ggml_context * ctx, 
     }
     ggml_format_name(res.k_t, "sparse_k_t_%d", (int) src.il);
     if (spec.wants_mean_v()) {
-        res.v_sum = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, src.v->ne[0], ggml_sparse_n_sum_rows(llama_sparse_n_groups(kv.get_size())), n_stream);
+        res.v_sum = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, src.v->ne[0], ggml_sparse_n_sum_rows(ggml_sparse_n_groups(kv.get_size())), n_stream);
         ggml_format_name(res.v_sum, "sparse_v_sum_%d", (int) src.il);
     }
     return res;
@@ -88,7 +90,7 @@ static std::string why_no_layer(const llama_kv_cache & kv, const llama_sparse_sp
     in.v       = kv.get_v(ctx, il, n_kv, all);
     in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
     in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
-    in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, llama_sparse_n_groups(n_kv), ns);
+    in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, ggml_sparse_n_groups(n_kv), ns);
     in.visible = ggml_sparse_attn_visible(ctx, in.mask);
     in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2 + std::max(spec.sinks, 1), 1, 1, ns);
     in.list    = in.sealed;
@@ -287,16 +289,31 @@ void llama_sparse_cells_moved(
     }
 }
 
-ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft, uint32_t il) {
+std::vector<uint32_t> llama_sparse_kv_in_memory() {
     const char * list = getenv("SPARQ_KV_IN_MEMORY");
-    const std::string all = "," + std::string(list ? list : "") + ",", one = "," + std::to_string(il) + ",";
-    return all.find(one) == std::string::npos ? buft : ggml_backend_cpu_buffer_type();
+    std::istringstream text(list ? list : "");
+    std::vector<uint32_t> res;
+    for (std::string one; std::getline(text, one, ',');) {
+        const char * end = one.data() + one.size();
+        uint32_t il = 0;
+        const auto [at, error] = std::from_chars(one.data(), end, il);
+        if (error != std::errc() || at != end) {
+            throw std::runtime_error("SPARQ_KV_IN_MEMORY: not the number of a layer: '" + one + "'; hint: write it as in 0,3,7");
+        }
+        res.push_back(il);
+    }
+    return res;
+}
+
+ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft, uint32_t il) {
+    const auto layers = llama_sparse_kv_in_memory();
+    return std::find(layers.begin(), layers.end(), il) == layers.end() ? buft : ggml_backend_cpu_buffer_type();
 }
 
 void llama_sparse_clear(ggml_backend_buffer_t buf) {
-    // The system fills such pages with zeros. Those of a file, which it would fill with the file, are no longer
-    // there, or we write zeros. Pages below are not ours alone
-    if (ggml_backend_buffer_get_type(buf) == ggml_backend_cpu_buffer_type() && !llama_sparse_pages::is_any_left()) {
+    // The system fills such pages with zeros. Those of a file, which it would fill with the file, are no longer there, or we write zeros. Partial
+    // pages at either end may be shared, so they are zeroed by hand
+    if (ggml_backend_buffer_get_type(buf) == ggml_backend_cpu_buffer_type() && !llama_sparse_pages::has_unmap_failed()) {
         const uintptr_t page = llama_sparse_page_size(), begin = (uintptr_t) ggml_backend_buffer_get_base(buf), n = ggml_backend_buffer_get_size(buf);
         char * base = (char *) begin, * first = (char *) ((begin + page - 1)/page*page), * last = (char *) ((begin + n)/page*page);
         if (last > first && llama_sparse_drop_pages(first, last - first)) {

@@ -6,8 +6,8 @@
 // A group of cells is sealed, or it is not:
 //
 //   not sealed -> sealed    seal(), which two places call: the inputs of a graph that runs SEAL (sparse-input.cpp), for groups that are complete
-//                           and that the graph itself does not write; and llama_sparse_seal() (sparse-seal.cpp), after a restore, when
-//                           SparQ is switched on, or when a program asks
+//                           and that the graph does not write, or has written by an earlier stage; and llama_sparse_seal() (sparse-seal.cpp),
+//                           after a restore, when SparQ is switched on, or when a program asks
 //   sealed -> not sealed    invalidate(), when llama.cpp writes K or V of a cell, which each place that does so tells us by a hook
 //                           (llama-sparse-hooks.h): a batch, a restored state, a shift, a copied stream, a cleared cache; and for groups past the
 //                           view of a graph, in which no cell is in use. rollback(), when the graph that was to seal it failed
@@ -25,6 +25,9 @@
 
 #include <algorithm>
 #include <map>
+
+// The layers that SPARQ_KV_IN_MEMORY lists, whether the model has them or not. Throws std::runtime_error, in one line
+std::vector<uint32_t> llama_sparse_kv_in_memory();
 
 struct llama_sparse_shadow {
     llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell);

@@ -136,7 +136,6 @@ void llama_sparse_signals(void (*handler)(int)) {
     }
     fcntl(ends[0], F_SETFD, FD_CLOEXEC);
     fcntl(ends[1], F_SETFD, FD_CLOEXEC);
-    signal_pipe = ends[1];
     try {
         std::thread([handler, fd = ends[0]] {
             uint8_t byte;
@@ -147,8 +146,11 @@ void llama_sparse_signals(void (*handler)(int)) {
             }
         }).detach();
     } catch (const std::system_error &) {
+        close(ends[0]);
+        close(ends[1]);
         return; // no more threads
     }
+    signal_pipe = ends[1];
     struct sigaction action = {};
     action.sa_handler = on_signal;
     sigaction(SIGINT,  &action, nullptr);

@@ -302,9 +302,10 @@ def _check_layers(spec: AttentionSpec) -> None:
 def _check_flat(s: AttentionSpec) -> None:
     given = [n for n in ("ratio", *_CHOSEN) if getattr(s, n) is not None]
     if s.method != "sparq" or given:
-        what = f"beside {given[0]}" if given else f"with {s.method}"
+        what = given[0] if given else s.method
         line = ",".join(f"{k}={v}" for k, v in FLAT.items())
-        raise SparqError(f"budget flat is sparq,{line}, and cannot be {what}", "-a sparq,flat", 2)
+        message = f"budget flat is sparq,{line}, and cannot be combined with {what}"
+        raise SparqError(message, "-a sparq,flat", 2)
 
 
 def _check_together(spec: AttentionSpec) -> None:

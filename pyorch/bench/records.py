@@ -305,7 +305,8 @@ def resume(
     libraries: Sequence[str] = ("stock", "sparq"),
     failed: Callable[[Sequence[Case], SparqError], None] | None = None,
 ) -> list[Record]:
-    """Measure the groups that `file` lacks, add them there, and return all records in order.
+    """Measure the groups that `file` lacks, each once, add them there, and return all records in
+    order.
 
     Args:
         measure: returns one result per case of a group.
@@ -318,6 +319,7 @@ def resume(
 
     env = environment({x: native.built(stock=x == "stock") for x in libraries})
     runs = [] if force else by_run(load_all(file, keyed=True))
+    groups = [g for i, g in enumerate(groups) if g not in groups[:i]]
 
     def known(group: Sequence[Case]) -> list[Record] | None:
         """The latest run that has all cases of a group, since ratios are within one run."""

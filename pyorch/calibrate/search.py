@@ -42,6 +42,7 @@ from pyorch.attention.bytes import split, uses_mean_v
 from pyorch.attention.spec import AttentionSpec, LayerK, join_layers
 from pyorch.calibrate.meter import Measured, Meter, contexts
 from pyorch.engine import Session
+from pyorch.evals import stats
 from pyorch.evals.texts import read_texts
 from pyorch.models.content import content_hash
 from pyorch.progress import Progress, silent
@@ -384,12 +385,12 @@ def _measured(meter: Meter, points: Mapping[str, Point], n_contexts: int) -> lis
 
 
 def near_best(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidate of least KL, and those that may be as good: whose difference to it, context by
-    context, is within two standard errors."""
+    """The candidate of least KL, and those that may be as good: 0 is in the 95 % interval of their
+    difference to it, context by context."""
     best = min(candidates, key=lambda c: c.kl)
     worse = [c.found.kl - best.found.kl for c in candidates]
     errors = [d.std(ddof=1) / np.sqrt(d.size) for d in worse]
-    near = [d.mean() <= 2 * e for d, e in zip(worse, errors, strict=True)]
+    near = [d.mean() <= stats.quantile(d.size) * e for d, e in zip(worse, errors, strict=True)]
     return [c for c, taken in zip(candidates, near, strict=True) if taken]
 
 

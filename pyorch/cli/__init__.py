@@ -122,7 +122,9 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno == errno.ENOSPC
         hint = (
-            "make room, or write elsewhere" if full else "check that it exists, and its permissions"
+            "free some disk space, or write elsewhere"
+            if full
+            else "check that it exists, and its permissions"
         )
         fail(f"{where}{error.strerror or error}", hint, 1)
 

@@ -121,7 +121,7 @@ def command(
         raise SparqError(f"{geo.arch}: no layer has a KV cache, so there is nothing to make sparse")
     threads = context.threads or engine.usable_cores()
     found = Prediction(geo, spec, n_pos, types, layers, bandwidth.measured(threads), threads)
-    rate = product_rate() * threads / engine.usable_cores()
+    rate = product_rate() * min(threads / engine.usable_cores(), 1)
     contexts = list(lengths(geo, spec, types, found.bandwidth, rate, free := available_memory()))
     apart = None
     if elsewhere.workers and file:
@@ -258,8 +258,8 @@ def _print(p: Prediction) -> None:
     print(f"attention {p.spec} at {p.n_pos} positions, {types} cache\n")
     _print_layers(p)
     if p.spec.top_p:
-        cap = f"up to {p.spec.cap:g} times as many"
-        print(f"  (top-p {p.spec.top_p:g}: a head reads fewer, or {cap})")
+        more = f", or up to {p.spec.cap:g} times as many" if p.spec.cap > 1 else ""
+        print(f"  (top-p {p.spec.top_p:g}: a head reads fewer positions{more})")
     print(f"\n  attention, bytes per token  {_share(p.read, p.dense)}")
     ours, of = p.counted
     if 0 < of < p.dense:
@@ -273,7 +273,7 @@ def _print(p: Prediction) -> None:
     attention, token = p.speedups
     print(
         f"  memory bandwidth            {p.bandwidth / 1e9:.1f} GB/s, measured now, "
-        f"{p.threads} threads"
+        f"{p.threads} thread{'s' * (p.threads > 1)}"
     )
     print(f"  limit of the speed-up       attention {attention:.2f}x, whole token {token:.2f}x")
     print(

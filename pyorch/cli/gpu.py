@@ -129,7 +129,7 @@ def in_memory_text(cache: Cache, in_memory: Sequence[int], there: Facts | None) 
         text += f": {_rate(token_s)} after {cache.n_ctx} positions"
     if cache.spec is None or cache.spec.method == "off":
         return f"{text}; llama.cpp copies them there for each token, -a dense and --ratio do not"
-    return text + "; --kv-offload insists"
+    return text + "; --kv-offload keeps them on the GPU anyway"
 
 
 def note_in_memory() -> Callable[[Session], None]:

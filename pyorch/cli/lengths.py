@@ -130,8 +130,8 @@ def expectation(geo: Geometry, found: Sequence[Length]) -> str:
         why = last.why_dense or "all have a window"
         return f"No speed-up{where}: no layer is sparse ({why})."
     first, *more = short
-    said = f"Tokens are at most {first.speedup:.2f}x faster at {first.positions:,} positions"
-    said += "".join(f", {x.speedup:.2f}x at {x.positions:,}" for x in more) + "."
+    said = f"Tokens are at most {first.speedup:.2f} times as fast at {first.positions:,} positions"
+    said += "".join(f", {x.speedup:.2f} times at {x.positions:,}" for x in more) + "."
     if little := [x for x in short if x.speedup < LITTLE]:
         most = 100 * max(x.attention_share for x in little)
         read = 100 * max(x.attention_read for x in little)

@@ -57,7 +57,7 @@ def model_path(name: str, yes: bool = False, before: Callable[[], None] | None =
         f"Download {what}?",
         yes or not n_bytes,
         f"{what} is not downloaded",
-        f"download it with --yes, or before: sparq-cpp pull {name}",
+        f"add --yes, or run sparq-cpp pull {name} first",
     )
     if yes and n_bytes:
         note(f"downloading {what}")
@@ -193,7 +193,7 @@ def _lost(reason: str) -> NoReturn:
     """End the program, from a thread of llama.cpp's, which would abort."""
     sys.stdout.flush()
     click.echo(f"\nerror: {reason}", err=True)
-    click.echo("hint: see what it says there, and start it again: sparq-cpp worker", err=True)
+    click.echo("hint: check the worker's output, then restart it: sparq-cpp worker", err=True)
     sys.stderr.flush()
     os._exit(1)
 

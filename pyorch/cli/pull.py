@@ -36,7 +36,7 @@ def command(spec: str) -> None:
     if missing := model.missing_bytes:
         n, here = len(model.files), sum(f.n_cached for f in model.files)
         what = model.files[0].name + (f" and {n - 1} more" if n > 1 else "")
-        rest = f", {human_bytes(here)} of it are here" if here else ""
+        rest = f", {human_bytes(here)} already downloaded" if here else ""
         note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
     print(pull.fetch(model, note).path)
     if sys.stderr.isatty():

@@ -118,7 +118,7 @@ class ServerOptions:
         "--api-key-file",
         type=File(),
         metavar="FILE",
-        help="Refuse requests without a key of this file, which has one a line.",
+        help="Refuse requests without a key from this file (one per line).",
     )
     insecure: bool = option(
         "--insecure", is_flag=True, help="Let other machines in, even without keys."

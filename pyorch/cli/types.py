@@ -168,7 +168,8 @@ class Endpoint(click.ParamType):
 
 
 class Numbers(click.ParamType):
-    """Whole numbers as llama-bench takes them: 0,512  1-4  1024-4096+1024  4096-131072*2."""
+    """Whole numbers as llama-bench takes them, each of them once: 0,512  1-4  1024-4096+1024
+    4096-131072*2."""
 
     name = "list"
     _part = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
@@ -179,7 +180,8 @@ class Numbers(click.ParamType):
     def convert(self, value: object, param: Param, ctx: Context) -> list[int]:
         if isinstance(value, list):
             return value
-        return [n for part in str(value).split(",") for n in self._numbers(part.strip(), param)]
+        parts = (self._numbers(part.strip(), param) for part in str(value).split(","))
+        return list(dict.fromkeys(n for part in parts for n in part))
 
     def _numbers(self, part: str, param: Param) -> list[int]:
         option = _shown(param)

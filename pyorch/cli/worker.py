@@ -57,8 +57,8 @@ def command(wanted: WorkerOptions) -> None:
     """Hold layers of a model for another machine, which names this one by --rpc HOST:PORT.
 
     It holds the weights, K, V and the transposed K of its layers, and computes them. It serves one
-    program at a time. What passes is not encrypted and nobody is asked for a key: whoever reaches
-    the port can use it, and read what others send.
+    program at a time. Traffic is not encrypted and no key is required: anyone who can reach the
+    port can use it.
     """
     _check(wanted)
     family, address = listen.address(wanted.host, wanted.port)

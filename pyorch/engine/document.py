@@ -362,7 +362,7 @@ def _write(session: Session, path: Path, name: str, *values: int) -> None:
     try:
         _call(session, name, *values)
     except SparqError as error:
-        hint = error.hint or "what was read is kept: run it again when that is mended"
+        hint = error.hint or "what was read is kept: fix this, then run it again"
         raise SparqError(f"{path}: {error.message}", hint) from None
 
 

@@ -219,6 +219,9 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
     files: list[Path] = []
     groups = by_setting(found)
     for s in (s for group in groups for s in group):
+        file = folder / f"{s.task}.jsonl"
+        if file.exists():
+            raise SparqError(f"{file} is there already", "remove it, or name another folder")
         if s.missing:
             there = f"{len(s.numbers)} of {len(s.numbers) + s.missing} examples"
             raise SparqError(
@@ -226,10 +229,7 @@ def pack(found: Iterable[Series], folder: Path) -> list[Path]:
                 "the command that was interrupted continues where it was",
             )
     for group in groups:
-        file = folder / f"{group[0].task}.jsonl"
-        if file not in files and file.exists():
-            raise SparqError(f"{file} is there already", "remove it, or name another folder")
-        files.append(file)
+        files.append(file := folder / f"{group[0].task}.jsonl")
         head = group[0]
         longest = max((s.about for s in group), key=len)
         header = {"schema": records.SCHEMA, "key": head.setting, "case": head.case}

@@ -19,12 +19,12 @@ FEWEST = 6  # groups that an interval needs
 NONE = (math.nan, math.nan)
 
 
-def _quantile(n: float) -> float:
+def quantile(n: float) -> float:
     """Student's 97.5 % quantile for n groups."""
     return float(stdtrit(n - 1, 0.975))
 
 
-def wilson(successes: float, n: float, z: float = _quantile(math.inf)) -> tuple[float, float]:
+def wilson(successes: float, n: float, z: float = quantile(math.inf)) -> tuple[float, float]:
     """The interval of a proportion (Wilson, 1927) for a quantile, by default the normal one."""
     p, zz = successes / n, z**2 / n
     middle = (p + zz / 2) / (1 + zz)
@@ -45,7 +45,7 @@ def student(value: float, without: np.ndarray) -> tuple[float, float]:
         return NONE
     if np.isinf(without).any():
         return math.nan, math.inf
-    half = _quantile(n) * _error(without)
+    half = quantile(n) * _error(without)
     return value - half, value + half
 
 
@@ -82,7 +82,7 @@ def interval(
     if n == len(scores):
         return wilson(float(scores.sum()), n)
     counted = len(scores) / _design_effect(scores, groups)
-    return wilson(float(scores.mean()) * counted, counted, _quantile(n))
+    return wilson(float(scores.mean()) * counted, counted, quantile(n))
 
 
 def n_groups(scores: np.ndarray, groups: Sequence[int] | None) -> int:

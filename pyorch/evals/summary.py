@@ -10,6 +10,7 @@ from pyorch.attention.spec import ratio_text
 from pyorch.evals import stats, table, tasks
 from pyorch.evals.series import Series, by_setting
 from pyorch.evals.table import Row, line_of, ratio_of, rows
+from pyorch.evals.task import Task
 from pyorch.policies import is_sparse
 
 
@@ -46,12 +47,18 @@ def markdown(found: Sequence[Series]) -> str:
 def _cell(row: Row, plain: bool = False) -> str:
     """A score and half of its interval, with a star if it differs from dense."""
     task = tasks()[row.task]
-    score = row.score * (100 if task.percent else 1)
-    half = (row.score_high - row.score_low) / 2 * (100 if task.percent else 1)
-    digits = 0 if task.percent or score >= 9.95 else 1 if task.metric.startswith("char") else 3
+    half = (row.score_high - row.score_low) / 2
     differs = row.difference_low > 0 or row.difference_high < 0
-    text = f"{score:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+    text = _text(task, row.score, row.score)
+    text += "" if math.isnan(half) else f" ± {_text(task, half, row.score)}"
     return text + (" *" if differs and not plain else "")
+
+
+def _text(task: Task, value: float, score: float) -> str:
+    """A score, or half of its interval, with the digits of the score."""
+    if task.percent:
+        return f"{100 * value:.0f}"
+    return f"{value:.{0 if score >= 9.95 else 1 if task.metric.startswith('char') else 3}f}"
 
 
 def _about(groups: Sequence[Sequence[Row]]) -> str:
@@ -67,8 +74,8 @@ def _about(groups: Sequence[Sequence[Row]]) -> str:
             what += f" about fewer than {stats.FEWEST} texts: no interval"
         if len(n) > 1:
             fewest = min(g, key=lambda row: row.n)
-            dense = (fewest.score - fewest.difference) * (100 if task.percent else 1)
-            what += f" (dense on the first {n[0]}: {dense:.0f})"
+            dense = fewest.score - fewest.difference
+            what += f" (dense on the same {n[0]}: {_text(task, dense, dense)})"
         parts.append(what)
     text = "; ".join(parts)
     text += ". ± half of the 95 % interval; * differs from dense on the same examples."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pyorch import paths
 from pyorch.models import cards
 from pyorch.models.cards import Card
 from pyorch.models.gguf_file import GGUFFile, read_gguf
+from pyorch.native.source import sha256
 
 LARGE_BYTES = 64 << 20  # the hash of a model this large is remembered
 
@@ -22,12 +22,7 @@ def file_hash(*files: Path) -> str:
     Raises:
         OSError: one of them cannot be read.
     """
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as f:
-            while piece := f.read(1 << 20):
-                digest.update(piece)
-    return digest.hexdigest()[:16]
+    return sha256(*files)[:16]
 
 
 def content_hash(model: Path | GGUFFile) -> str:

@@ -256,7 +256,7 @@ def _failure(checkpoint: Checkpoint, code: int, lines: Sequence[str]) -> SparqEr
     if code < 0:
         return SparqError(f"{name}: the converter {children.ended(code)}")
     if "No space left" in text or "Disk quota" in text or "File too large" in text:
-        return SparqError(f"{name}: the disk is full; nothing was kept", "make room")
+        return SparqError(f"{name}: the disk is full; nothing was kept", "free some disk space")
     if "pre-tokenizer was not recognized" in text:
         return SparqError(
             f"{name}: llama.cpp does not know this model's tokenizer",

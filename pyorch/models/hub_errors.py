@@ -85,7 +85,7 @@ def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
         )
     what = (str(e).splitlines() or [type(e).__name__])[0]
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SparqError(f"{repo}: the disk is full", "make room, then pull again")
+        return SparqError(f"{repo}: the disk is full", "free some disk space, then pull again")
     if isinstance(e, OSError) and e.filename:
         return SparqError(f"{e.filename}: {e.strerror}")
     return Unreachable(

@@ -37,7 +37,7 @@ def check_target(path: Path, force: bool) -> None:
 
 
 def check_space(
-    folder: Path, n_bytes: int, what: str, hint: str = "make room, or write to another disk"
+    folder: Path, n_bytes: int, what: str, hint: str = "free some disk space, or use another disk"
 ) -> None:
     """Refuse to begin writing if the disk does not have enough room.
 
@@ -104,7 +104,9 @@ def new_file(
 def cannot_write(path: Path, e: OSError, resumable: bool = False) -> SparqError:
     """The error that replaces the system's."""
     if e.errno in DISK_FULL and resumable:
-        return SparqError(f"{path}: the disk is full", "make room, and run it again: it goes on")
+        return SparqError(
+            f"{path}: the disk is full", "free some disk space, and run it again: it goes on"
+        )
     if e.errno in DISK_FULL:
-        return SparqError(f"{path}: the disk is full; nothing was kept", "make room")
+        return SparqError(f"{path}: the disk is full; nothing was kept", "free some disk space")
     return SparqError(f"{path}: cannot be written: {e.strerror or e}", "write to another folder")

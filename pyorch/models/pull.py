@@ -378,7 +378,7 @@ def download(
         Path(constants.HF_HUB_CACHE),
         model.missing_bytes,
         model.spec.repo,
-        "make room, choose a smaller quantisation, or set HF_HOME to a folder on another disk",
+        "free some disk space, choose a smaller quantisation, or set HF_HOME to another disk",
     )
     transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
     with explained(model.spec.repo, model.spec.revision):

@@ -172,7 +172,8 @@ def _explained(job: _Job, reason: str, hint: str) -> SparqError:
     elif "invalid output file type" in reason:
         reason, hint = "the library cannot quantise to this type", "sparq-cpp quantize --help"
     elif "iostream error" in reason or "basic_ios" in reason:
-        reason, hint = "cannot write all of it: the disk is full?", "make room; nothing was kept"
+        reason = "cannot write all of it: the disk is full?"
+        hint = "free some disk space; nothing was kept"
     return SparqError(f"{job.source}: {reason}", hint)
 
 

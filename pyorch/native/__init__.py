@@ -143,7 +143,7 @@ _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in th
 
 def _report_crashes(folder: Path) -> None:
     """Have signals that kill reported, before anything else of the library is loaded."""
-    call = ctypes.CDLL(str(folder / system.library("ggml-base"))).ggml_sparse_tell_of_death
+    call = ctypes.CDLL(str(folder / system.library("ggml-base"))).ggml_sparse_report_fatal_signals
     call.restype, call.argtypes = None, [ctypes.c_char_p]
     call(_HINT)
 

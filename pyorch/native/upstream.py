@@ -218,7 +218,7 @@ def main(argv: list[str]) -> int:
             refresh(patch_dir, folder)
         elif argv == ["check"]:
             if wrong := check(patch_dir):
-                raise SparqError("; ".join(wrong), "make upstream, mend, make patches-refresh")
+                raise SparqError("; ".join(wrong), "make upstream, fix it, make patches-refresh")
             n = len(series(patch_dir))
             _say(f"{n} patches apply, export to the same bytes and keep the budget")
         else:

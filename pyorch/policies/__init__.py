@@ -23,11 +23,9 @@ from pyorch.attention import line
 from pyorch.attention.bytes import per_token
 from pyorch.attention.spec import METHODS, AttentionSpec, parse_spec
 from pyorch.errors import SparqError, nearest
-from pyorch.policies.alisa import Alisa
 from pyorch.policies.base import Policy
 from pyorch.policies.flexgen import FlexGen
 from pyorch.policies.h2o import H2O
-from pyorch.policies.keyformer import Keyformer
 from pyorch.policies.lm_infinite import LMInfinite
 from pyorch.policies.low_rank import LowRank
 from pyorch.policies.oracle import Oracle
@@ -37,10 +35,7 @@ from pyorch.policies.sparq_tau import SparQTau
 from pyorch.policies.streaming_llm import StreamingLLM
 from pyorch.policies.watch import SPEC, Counters, Watch
 
-_ALL = (
-    *(Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd),
-    *(LMInfinite, StreamingLLM, H2O, Keyformer, Alisa),
-)
+_ALL = Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd, LMInfinite, StreamingLLM, H2O
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
 
 Method = AttentionSpec | Policy
@@ -59,7 +54,8 @@ class _StockFa0(AttentionSpec):
 
 
 STOCK_FA0 = _StockFa0()
-FORMER = ("index",)  # methods of records that are here no longer; see bench/answered.md
+# methods of records that are here no longer; see bench/answered.md
+FORMER = ("index", "keyformer", "alisa")
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,8 @@ class Former(Policy):
     name = "former"
 
     def line(self, without: Collection[str] = ()) -> str:
-        return self.text
+        head, parts = line.split(self.text)
+        return ",".join([head, *(x for x in parts if x.partition("=")[0] not in without)])
 
 
 def is_sparse(method: Method) -> bool:
@@ -99,7 +96,11 @@ def parse(text: str) -> Method:
 
 def recorded(text: str) -> Method:
     """The method of a record. Raises SparqError as `parse`."""
-    return Former(k=1, text=text) if line.split(text)[0] in FORMER else parse(text)
+    head, parts = line.split(text)
+    if head not in FORMER:
+        return parse(text)
+    given = [part for part in parts if part.startswith(("ratio=", "k="))]
+    return Former(**line.read(Former, given, f"setting of {head}"), text=text)
 
 
 def open_session(

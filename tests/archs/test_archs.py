@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import suite
 from llama import Context, Model, SpecError, bindings, log_text
-from run import N_CTX, N_PROMPT, N_STEP, OURS, PLAIN, SPARSE
+from run import N_CTX, N_PROMPT, N_STEP, OURS, PLAIN, SPARSE, read, step
 from suite import Outcome
 
 from pyorch.attention.bytes import layer_costs, shadow_bytes
@@ -191,6 +191,27 @@ def test_table_has_what_the_source_knows(generator: Path) -> None:
 
 
 # ---- what some of them need ----
+
+
+def test_a_rank_of_a_layer_that_attends_over_the_cache_of_another(
+    make: Callable[[str], Path],
+) -> None:
+    """Gemma 3n: layers from 20 on have no K of their own. Those of even number have a window, so
+    their ranks are not used, and neither are they refused."""
+    with Model(make("gemma3n")) as model, Context(model, n_ctx=N_CTX) as ctx:
+
+        def wrong_in(layer: int) -> str:
+            ranks = ["8"] * model.n_layer
+            ranks[layer] = "9999"
+            return f"sparq,topk=16,min_ctx=0,rank_layers={':'.join(ranks)}"
+
+        ctx.set_sparse(wrong_in(20))
+        for settings in (ctx.set_sparse, lambda text: ctx.set_sequence(0, text)):
+            with pytest.raises(SpecError, match="rank is above the head size of the model: 9999"):
+                settings(wrong_in(21))
+        read(ctx, N_PROMPT)
+        assert np.isfinite(step(ctx, N_PROMPT)).all()
+        assert ctx.info()["layers_sparse"] == model.n_layer // 2
 
 
 @pytest.mark.skipif("grok" not in MADE, reason="no Grok in this pin")

@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from bench import plot, runner
 from bench.gpu import attention, in_memory, tokens
 from pyorch import paths
-from pyorch.attention.spec import AttentionSpec
+from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
+from pyorch.engine.library import Library
 from pyorch.errors import SparqError
 
 ENV = {"machine": {"cpu": "A CPU", "cores": 2}}
@@ -95,6 +96,7 @@ def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
 
 def test_a_prompt_is_timed_where_there_is_a_gpu() -> None:
     given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", cache_type="q8_0")
+    given |= dict(n_gen=3, repetitions=2)
     given |= dict(card=0, flash_attn=[1, 0], specs=[AttentionSpec("dense")], threads=[3])
     for n_gpu_layers, names in (
         (None, ["stock -fa 1", "dense", "stock -fa 1, 512 tokens of a prompt"]),
@@ -132,28 +134,82 @@ def test_figure(tmp_path: Path) -> None:
     assert "Fig. 8" in (tmp_path / "gpu_attention.svg").read_text()
 
 
-def test_figure_of_tokens(tmp_path: Path) -> None:
-    """The last of each setting against dense of the same length; other models are left out."""
+LINE = "sparq,ratio=1/8,gpu_min_mb=0"
+
+
+def timed(spec: str, ms: float, run: str = "", **other: object) -> records.Record:
+    """A record of gpu_tokens; `run` is empty in those from before there were runs."""
+    case = dict(like="llama2-7b", quant="f16", n_layer=32, n_depth=8192, n_gen=24, spec=spec)
     env = ENV | {"machine": ENV["machine"] | {"gpu": "a GPU"}}
-    line = "sparq,ratio=1/8,gpu_min_mb=0"
-    for like, depth, spec, ms in (
-        ("llama2-7b", 8192, "off", 6.0),
-        ("llama2-7b", 8192, line, 4.0),
-        ("llama2-7b", 8192, line, 3.0),
-        ("llama2-7b", 16384, line, 1.0),
-        ("llama3-8b", 8192, line, 1.0),
+    more = {"run": run} if run else {}
+    return records.record("gpu_tokens", case | other, "s", samples_ns=[ms * 1e6], env=env, **more)
+
+
+def test_figure_of_tokens(tmp_path: Path) -> None:
+    """The last of each setting against dense of the same turns; what has none is left out, and so
+    are other models and those of fewer layers."""
+    for rec in (
+        timed("off", 6),
+        timed(LINE, 4),
+        timed(LINE, 3),
+        timed(LINE, 1, n_depth=16384),
+        timed(LINE, 1, like="llama3-8b"),
+        timed("off", 0.5, "a", n_layer=8),
+        timed(LINE, 0.1, "a", n_layer=8),
+        timed("off", 9, "b", n_gen=32),
     ):
-        case = dict(like=like, quant="f16", n_layer=32, n_depth=depth, spec=spec)
-        rec = records.record("gpu_tokens", case, "s", samples_ns=[ms * 1e6], env=env)
         records.append(tmp_path / tokens.FILE, rec)
     rows = tokens.data(tmp_path)
-    assert [(r["attention"], r["positions"], r["speedup"]) for r in rows] == [
-        ("dense", 8192, 1.0),
-        ("SparQ 1/8 q4", 8192, 2.0),
+    assert [(r["attention"], r["token_ms"], r["speedup"]) for r in rows] == [
+        ("dense", 9.0, 1.0),
+        ("SparQ 1/8 q4", 3.0, 2.0),
     ]
     pytest.importorskip("matplotlib")
     plot.make(tokens.FIGURE, tmp_path, tmp_path)
     assert "Fig. 10" in (tmp_path / "gpu_end_to_end.svg").read_text()
+
+
+def test_tokens_are_compared_with_off_wherever_it_stands() -> None:
+    """Also in records from before there were runs; without it there is nothing to compare with."""
+    recs = [timed(LINE, 4, "a"), timed("off", 6, "a"), timed("off", 8), timed(LINE, 2)]
+    table = tokens.table([*recs, timed(LINE, 1, "b")])
+    assert [line.split(" | ")[-1] for line in table.splitlines()[2:]] == [
+        "1.50x |",
+        "1.00x |",
+        "1.00x |",
+        "4.00x |",
+        "- |",
+    ]
+
+
+@pytest.mark.usefixtures("native_lib_dir")
+def test_tokens_of_our_dense_attention_are_timed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs no device, and what should be sparse must be."""
+    monkeypatch.setattr(tokens, "_model", lambda _: model)
+    monkeypatch.setattr(Library, "check_gpu", lambda *_: None)
+
+    def measured(line: str) -> list[records.Result]:
+        specs = tokens.OFF, parse_spec(line)
+        cases = [tokens.Case("x", 2, "f32", 1280, 3, spec, repetitions=2) for spec in specs]
+        return tokens.measure(SimpleNamespace(), cases, print)
+
+    assert [len(r["samples_ns"]) for r in measured("dense")] == [6, 6]
+    with pytest.raises(SparqError, match="not every layer was sparse"):
+        measured("sparq,ratio=1/8,min_ctx=4096")
+
+
+def test_more_of_the_same_is_measured() -> None:
+    """As many repetitions as were asked for, not those of an earlier run."""
+    given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", specs=[])
+    given |= dict(cache_type="f16", card=0, n_gpu_layers=0, flash_attn=[1], threads=[1])
+    keys = {
+        records.key(of.name, records.case_of(of.groups(SimpleNamespace(**given, **more))[0][0]), "")
+        for of in (tokens.MEASUREMENT, in_memory.MEASUREMENT)
+        for more in (dict(n_gen=n, repetitions=r) for n in (3, 32) for r in (3, 300))
+    }
+    assert len(keys) == 8
 
 
 def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +134,27 @@ def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SparqError, match="/dev/null/r: ") as e:
         records.resume("b", [[case]], pytest.fail, Path("/dev/null/r"), print, cost=len, force=True)
     assert "--out" in e.value.hint
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_group_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    """`-d 4096,4096`, or types of K that are named twice."""
+    env = {"stamps": {"sparq": "s"}}
+    monkeypatch.setattr(native, "built", lambda stock=False: Path())
+    monkeypatch.setattr(records, "environment", lambda libraries: env)
+    case = node_times.Case("m", 512, 1, True, 3, library="sparq")
+    measured: list[int] = []
+
+    def measure(group: Sequence[node_times.Case], _: object) -> list[records.Result]:
+        measured.append(group[0].n_depth)
+        return [{"samples_ns": [len(measured)]}]
+
+    groups = [[case], [replace(case, n_depth=1024)], [case]]
+    file = tmp_path / "r.jsonl"
+    found = records.resume("b", groups, measure, file, lambda *_: None, cost=len, force=force)
+    assert measured == [512, 1024] and [rec["samples_ns"] for rec in found] == [[1], [2]]
 
 
 def test_record_needs_samples_and_env() -> None:

@@ -149,6 +149,8 @@ def test_only_what_is_clearly_worse_is_not_searched() -> None:
     always = candidate("always worse", 1.1, 9.1, 2.2, 8.1)  # by little, in every context
     assert [c.name for c in search.near_best([noisy, best, always])] == ["noisy", "best"]
     assert [c.name for c in search.near_best([always, best])] == ["best"]
+    perhaps = candidate("perhaps", 1, 9.2, 2.4, 8.4)  # two standard errors are not enough of four
+    assert [c.name for c in search.near_best([perhaps, best])] == ["perhaps", "best"]
 
 
 def test_uniform_stays_unless_another_is_clearly_better() -> None:

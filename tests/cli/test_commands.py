@@ -345,7 +345,7 @@ def test_nowhere_to_write(tiny: Path, args: str) -> None:
     argv += ["-m", str(tiny)] * (verb in ("explain", "generate"))
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True)
-    want = "error: No space left on device\nhint: make room, or write elsewhere\n"
+    want = "error: No space left on device\nhint: free some disk space, or write elsewhere\n"
     assert (done.returncode, done.stderr) == (1, want)
 
 

@@ -50,7 +50,7 @@ def test_it_says_of_what_it_dies(
     assert done.stderr.splitlines() == [
         "",
         f"error: this program died of {text}",
-        "hint: sparq-cpp doctor tries the library on this machine: report what it says",
+        "hint: run sparq-cpp doctor and include its output in a bug report",
     ]
 
 

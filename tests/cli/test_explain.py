@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny as tiny_models
 
+from pyorch import engine
 from pyorch.attention.spec import parse_spec
 from pyorch.cli.lengths import COMMON, token_bytes
 from pyorch.models import cards
@@ -45,7 +46,7 @@ def test_a_hybrid_gains_little(run: Run) -> None:
         assert x["speedup"] == pytest.approx(x["token_s_dense"] / x["token_s"])
     assert r["attention_share_dense"] == pytest.approx(r["lengths"][0]["attention_share"])
     said = r["expectation"]
-    assert "1.03x faster at 8,192 positions, 1.12x at 32,768, 1.45x at 131,072." in said
+    assert "1.03 times as fast at 8,192 positions, 1.12 times at 32,768, 1.45 times at " in said
     assert "little up to 32,768: K and V are at most 12 % of what a token reads" in said
     assert "only 16 of 64 layers read every position" in said
     text = run("explain", "-m", "qwen3.6-27b", "--ctx", 8192, "--ratio", "1/8").out
@@ -69,7 +70,7 @@ def test_a_model_that_was_trained_on_little(run: Run) -> None:
     r = explain(run, "llama2-7b")
     first = r["lengths"][0]
     assert first["positions"] == 4096 and not first["beyond_training"]
-    said = f"Tokens are at most {first['speedup']:.2f}x faster at 4,096 positions."
+    said = f"Tokens are at most {first['speedup']:.2f} times as fast at 4,096 positions."
     assert r["expectation"] == said and first["speedup"] > 1.2
     done = run("explain", "-m", "llama2-7b", "--ctx", 8192, "--ratio", "1/8")
     assert "8192 is beyond the 4096 positions" in done.err
@@ -92,6 +93,22 @@ def test_the_reason_is_that_of_the_lengths_that_are_named(run: Run) -> None:
     assert told["expectation"] == (
         "No speed-up up to 8,192 positions: no layer is sparse (not above min_ctx 16384)."
     )
+
+
+def test_more_threads_than_cores_are_no_faster(run: Run) -> None:
+    def seconds(threads: int) -> float:
+        return explain(run, "llama3-8b", "-t", threads)["lengths"][0]["read_s"]
+
+    n_cores = engine.usable_cores()
+    assert seconds(512) == seconds(n_cores) == pytest.approx(seconds(1) / n_cores)
+
+
+def test_what_a_line_of_top_p_says(run: Run) -> None:
+    for more, said in (("", ""), (",cap=4", ", or up to 4 times as many")):
+        spec = f"sparq,ratio=1/8,top_p=0.9{more}"
+        told = run("explain", "-m", "llama3-8b", "-a", spec, "-t", 1).out
+        assert f"  (top-p 0.9: a head reads fewer positions{said})\n" in told
+        assert "measured now, 1 thread\n" in told
 
 
 def test_latent_attention_stays_dense(run: Run) -> None:

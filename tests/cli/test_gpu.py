@@ -153,7 +153,8 @@ def test_the_line_that_is_said() -> None:
     rate = 1 / cache().token_s(N_POS, RATES, (3, 4, 5))
     assert text == (
         "note: K and V of 3 of 32 layers do not fit on the GPU and stay in memory: "
-        f"at most {rate:.1f} tokens/s after 131072 positions; --kv-offload insists"
+        f"at most {rate:.1f} tokens/s after 131072 positions; "
+        "--kv-offload keeps them on the GPU anyway"
     )
     exact = gpu.in_memory_text(cache(None), (3, 4, 5), None)
     assert "tokens/s" not in exact and exact.endswith("for each token, -a dense and --ratio do not")

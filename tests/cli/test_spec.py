@@ -153,7 +153,7 @@ def test_spec(line: str, canonical: str | None) -> None:
         ("sparq,min_ctx=3000000000", "min_ctx 3000000000 is above 1,000,000,000", ""),
         ("sparq,calibrated,rank=8", "budget calibrated chooses k and rank, so rank", "ratio"),
         ("sparq,flat,ratio=1/8", "budget flat is sparq,rank=32,topk=512, and cannot", "sparq,flat"),
-        ("topk,flat", "budget flat is sparq,rank=32,topk=512, and cannot be with topk", "flat"),
+        ("topk,flat", "topk=512, and cannot be combined with topk", "flat"),
         ("sparq,r=8", "unknown attention setting 'r'", "r"),
         ("sparq,mean-v=on", "unknown attention setting 'mean-v'", "mean_v"),
         (

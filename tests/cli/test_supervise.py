@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pyorch import children
 from pyorch.cli.supervise import Child
 from pyorch.errors import SparqError
 
@@ -44,7 +45,7 @@ os.abort()
 def test_an_abort_is_told_by_its_own_words(said: str) -> None:
     message, hint = death(ABORTED.format(said=said))
     assert message == f"was ended by SIGABRT (aborted): {said}"
-    assert hint.startswith("sparq-cpp doctor") and "-v" in hint
+    assert hint.startswith(children.HINT) and "-v" in hint
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import multiprocessing
 from dataclasses import replace
 
 import cases
@@ -63,6 +66,41 @@ def test_what_is_refused(ggml) -> None:
         ggml.cc = cc
         assert not _runs(ggml, data_)
     ggml.cc = 900
+
+
+@pytest.mark.parametrize("ggml", ["host"], indirect=True)
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
+@pytest.mark.parametrize("op", [graphs.score_select, graphs.whole])
+def test_a_shadow_without_the_last_group_is_not_read_behind_its_end(op, heads, ggml) -> None:
+    """In f16 its rows are a group shorter than the cache. A page that nobody may touch begins where
+    the last row ends, though the group before it lies in the same run."""
+    data = cases.make(Case(n_kv=1024, heads=heads, rank="d", mask="open", sealed="all"))
+    data.sealed[:, -1] = 0
+    data = replace(data, k_t=data.k_t[:, :, :-64])
+
+    def run() -> None:
+        with ggml.graph() as graph:
+            s = Sources(data, graph)
+            rows = s.k_t.contents
+            graph.lazies.append(fenced(graph.buffers[ctypes.addressof(rows)].bytes))
+            rows.data = graph.lazies[0].ctypes.data
+            graph.compute(op(s))
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def fenced(values: np.ndarray) -> np.ndarray:
+    """A copy of these bytes that ends where memory may not be read."""
+    size = -(-values.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + size), mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(memory, np.uint8)[size - values.nbytes : size]
+    copy[:] = values
+    return copy
 
 
 def _runs(ggml, data: cases.Data) -> bool:

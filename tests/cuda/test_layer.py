@@ -96,6 +96,15 @@ def test_cuts_that_are_hard_to_find(make, heads: tuple[int, int], ggml) -> None:
     check(ggml, with_logits(heads, logits.astype(np.float16)), 4)
 
 
+def test_k_is_what_the_bins_hold(ggml) -> None:
+    """Those of an only head begin two standard deviations below the mean, here at -2: what lies
+    below them is not selected, and is a large part of the mass."""
+    forced = with_logits((2, 2), np.zeros(3000)).forced
+    logits = np.full(3000, -2.5)
+    logits[:60] = logits[forced[forced >= 0]] = 0
+    check(ggml, with_logits((2, 2), logits, topk=str((logits == 0).sum())), 4)
+
+
 @pytest.mark.parametrize("topk", ["8", "n-1", "n", "n+5"])
 @pytest.mark.parametrize("heads", HEADS[:2])
 def test_any_k(topk: str, heads: tuple[int, int], ggml) -> None:

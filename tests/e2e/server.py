@@ -17,6 +17,12 @@ from typing import Any
 READY_S = 60  # that a server has to load its model
 
 
+def resident(pid: int | str = "self") -> int:
+    """Bytes of a process in memory."""
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def clean() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ import numpy as np
 import tiny
 from llama import Context, Model
 from nodes import Watch
+from server import resident
 
 N_CTX = 2048  # cells of both sequences together
 N_SEQ = 2
@@ -43,11 +43,6 @@ class Sampler(Watch):
 
     def wants(self, address: int) -> bool:
         return self.on and super().wants(address)
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Soak:

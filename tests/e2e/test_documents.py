@@ -253,6 +253,42 @@ def test_a_sequence_that_is_not_there(tiny: Path, book: Path, n_sequences: int) 
                 document._call(s, "open", seq, *where)
 
 
+@pytest.mark.parametrize("n_read", [0, N_TEXT + 1])
+def test_positions_that_a_document_has_not(tiny: Path, book: Path, n_read: int) -> None:
+    of = document_file.load(book)
+    with engine.load(tiny, attention=SPARSE) as s, book.open("rb") as file:
+        where = 0, file.fileno(), of.image_at, of.n_tokens, n_read, of.kind.encode()
+        with pytest.raises(SparqError, match=f"1337 positions cannot be opened up to .* {n_read}$"):
+            document._call(s, "open", *where)
+
+
+def test_a_list_of_documents_with_wrong_numbers(book: Path, tmp_path: Path) -> None:
+    """What is no line of one, and what the file cannot hold, is left out and told."""
+    good = document_file.listed([document_file.load(book)])
+    path, _, kind = good.splitlines()
+    wrong = ("3 x 65536", "", "4294967295 0 0", "1337 0 18446744073709551615", "-3 0 65536")
+    lines = "".join(f"{path}\n{numbers}\n{kind}\n" for numbers in wrong)
+    (tmp_path / "list").write_text(lines + good)
+    run = subprocess.run(
+        [sys.executable, "-c", _LISTED],
+        env=python_environment(SPARQ_DOCUMENTS=str(tmp_path / "list")),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout == f"True {len(wrong)}\n"
+
+
+_LISTED = """
+import ctypes, resource
+from llama import bindings, log_text
+has_documents = bindings()._lib._Z26llama_sparse_has_documentsv  # as C++ names it
+has_documents.restype = ctypes.c_bool
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30,) * 2)  # 4294967295 tokens are 16 GiB
+print(has_documents(), log_text().count("cannot be read"))
+"""
+
+
 def test_another_layout_is_another_transposed_k(tiny: Path, book: Path, tmp_path: Path) -> None:
     """Of an older or newer library: K and V are used, and K is transposed anew, from them."""
     whole = document_file.load(book)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import ask, started
+from server import ask, resident, started
 
 N = int(os.environ.get("SPARQ_FUZZ_REQUESTS", "1000"))
 SEED = int(os.environ.get("SPARQ_FUZZ_SEED", "0"))
@@ -139,11 +139,6 @@ def send(port: int, data: bytes, patient: bool) -> int:
             return 0
     found = re.match(rb"HTTP/1\.1 (\d+)", answer)
     return int(found[1]) if found else 0
-
-
-def resident(pid: int) -> int:
-    text = Path(f"/proc/{pid}/statm").read_text()
-    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is told by /proc")

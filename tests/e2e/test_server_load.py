@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server import ask, started, text
-from test_server_fuzz import resident
+from server import ask, resident, started, text
 
 from pyorch import paths
 from pyorch.models import cards, wheel

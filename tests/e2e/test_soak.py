@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from c_library import compiled
 from llama import Context, Model, from_child
-from soak import resident
+from server import resident
 from tiny import write
 
 SCRIPT = Path(__file__).with_name("soak.py")

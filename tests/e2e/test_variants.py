@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, SpecError, Token, log_text, python_environment
+from llama import Context, Model, SpecError, Token, keep_log, log_text, python_environment
 from nodes import Watch
 from quick import pairwise
 
@@ -474,6 +474,30 @@ def test_wrong_variable_fails_context_creation(
     with pytest.raises(RuntimeError):
         Context(m)
     assert "SPARQ_ATTN: rank is above the head size" in log_text()
+
+
+@pytest.mark.parametrize("text", ["0, 3", "0,x", "-1", ",0", "0;3", "4294967296"])
+def test_kv_in_memory_is_a_list_of_layers(
+    model: GetModel, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARQ_KV_IN_MEMORY", text)
+    with pytest.raises(RuntimeError):
+        Context(model())
+    assert "SPARQ_KV_IN_MEMORY: not the number of a layer: '" in log_text()
+    assert "hint: write it as in 0,3,7" in log_text()
+
+
+def test_kv_in_memory_of_a_layer_that_is_not_there(
+    model: GetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARQ_KV_IN_MEMORY", "0,4")
+    log = keep_log()
+    Context(model()).close()
+    assert "SPARQ_KV_IN_MEMORY: there is no layer 4; the last one is 3" in "".join(log)
+    monkeypatch.setenv("SPARQ_KV_IN_MEMORY", "0,3")
+    log = keep_log()
+    Context(model()).close()
+    assert "SPARQ_KV_IN_MEMORY" not in "".join(log)
 
 
 def test_numbers_do_not_follow_the_locale(tmp_path: Path) -> None:

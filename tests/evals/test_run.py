@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -388,7 +389,9 @@ def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -
     for a, b in zip(long, short, strict=True):
         assert a["scores"] == pytest.approx(b["scores"], rel=1e-5)  # six digits are kept
         assert a["about"] == b["about"] and a["bytes_per_token"] == b["bytes_per_token"]
-    assert "is there already" in call("pack", out, packed).exception.message
+    (packed / "needle.jsonl").unlink()
+    assert "fidelity.jsonl is there already" in call("pack", out, packed).exception.message
+    assert not (packed / "needle.jsonl").exists(), "all or nothing"
     rows = list(csv.DictReader(call("table", out, "-o", "csv").stdout.splitlines()))
     methods = ["off", "dense", SPARSE]
     assert [(r["task"], r["method"]) for r in rows] == [
@@ -462,8 +465,6 @@ def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
 
 
 def test_summary_has_a_column_per_task_and_ratio() -> None:
-    from dataclasses import replace
-
     from pyorch.evals import summary
 
     def needle(method: str, scores: list[float], share: float) -> Any:
@@ -488,6 +489,17 @@ def test_summary_has_a_column_per_task_and_ratio() -> None:
     assert topk == "| `topk` | 98 ± 5 |"  # one in 50 may be chance
     assert h2o == "| `h2o` | 0 ± 4 * |"
     assert "needle: found in %, 50 examples of up to 576 positions" in about
+
+
+def test_dense_on_the_examples_of_a_shorter_row_has_the_digits_of_its_task() -> None:
+    from pyorch.evals import summary
+
+    off = scored("off", [0.5] * 6 + [0.015] * 6, 0)
+    fewer = [scored(f"{m},ratio=1/8", [0.02] * 6) for m in ("h2o", "quest")]
+    fewer = [replace(s, numbers=np.arange(6, 12)) for s in fewer]
+    for s in (off, *fewer):
+        s.case["task"] = "fidelity"
+    assert "(dense on the same 6: 0.015)" in summary.markdown([off, *fewer])
 
 
 def test_a_known_file_is_named_by_its_card() -> None:

@@ -1,10 +1,8 @@
-"""Small random checkpoints in the format of transformers, and what they compute, in float64.
+"""Small random checkpoints in the format of transformers.
 
-`forward` is written from the papers and the meaning of `config.json`, not from llama.cpp: RoPE
-turns the first half of a head against the second, as in these checkpoints; the converter of
-llama.cpp reorders rows for architectures that pair neighbours. Llama has a vocabulary of
-sentencepiece, Qwen2 one of the tokenizers of transformers, biases, and a tied head: what differs
-beyond that is for llama.cpp to test.
+Llama has a vocabulary of sentencepiece, Qwen2 one of the tokenizers of transformers, biases, and a
+tied head: what differs beyond that is for llama.cpp to test, and so is what a converted model
+computes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True)
 class Arch:
-    """One architecture: its config.json, and what differs in its computation."""
+    """One architecture: its config.json, and what differs in its weights."""
 
     config: dict[str, Any]
     tokenizer: str  # of `write_checkpoint`
@@ -99,65 +97,6 @@ def make_weights(arch: Arch, seed: int = 0) -> Weights:
     if not c["tie_word_embeddings"]:
         matrix("lm_head.weight", n_vocab, n, 2.0)
     return w
-
-
-# ---- what a model computes ----
-
-
-def forward(arch: Arch, weights: Weights, tokens: list[int]) -> np.ndarray:
-    """Logits after each token, float64 [n_tokens, n_vocab]."""
-    w = {k: v.astype(np.float64) for k, v in weights.items() if "embed" not in k and k != "lm_head"}
-    c = arch.config
-    n, heads, kv_heads = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    hd = n // heads
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        size = np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"])
-        return x / size * w[name + ".weight"]
-
-    def project(x: np.ndarray, name: str) -> np.ndarray:
-        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
-
-    embedding = weights["model.embed_tokens.weight"]
-    x = embedding[tokens].astype(np.float64)
-    for i in range(c["num_hidden_layers"]):
-        a, m = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        h = norm(x, f"model.layers.{i}.input_layernorm")
-        q = project(h, a + "q_proj").reshape(-1, heads, hd)
-        k = project(h, a + "k_proj").reshape(-1, kv_heads, hd)
-        v = project(h, a + "v_proj").reshape(-1, kv_heads, hd)
-        q, k = _rope(q, c["rope_theta"]), _rope(k, c["rope_theta"])
-        x = x + project(_attention(q, k, v), a + "o_proj")
-        h = norm(x, f"model.layers.{i}.post_attention_layernorm")
-        x = x + project(
-            _silu(project(h, m + "gate_proj")) * project(h, m + "up_proj"), m + "down_proj"
-        )
-    head = weights.get("lm_head.weight", embedding).astype(np.float64)
-    return norm(x, "model.norm") @ head.T
-
-
-def _rope(x: np.ndarray, base: float) -> np.ndarray:
-    """RoFormer, eq. 34, with component j paired with j + hd/2. x: [n_tokens, n_head, hd]."""
-    half = x.shape[-1] // 2
-    angle = np.arange(len(x))[:, None, None] * base ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angle), np.sin(angle)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def _attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal softmax attention; a group of query heads shares a KV head."""
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-    scores = np.where(np.tri(len(q), dtype=bool), scores, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    out = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v)
-    return out.reshape(len(q), -1)
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
 
 
 # ---- files ----

@@ -59,7 +59,7 @@ def test_download_runs_nothing_of_the_sdist_and_checks_its_sum(cache: Path, inde
     }
     members["sparq_fake-1.0/pyproject.toml"] = PROJECT
     file = sdist(index / "sparq_fake-1.0.tar.gz", members)
-    good = source.Pin(**{**PIN.__dict__, "sha256": source._sha256(file)})
+    good = source.Pin(**{**PIN.__dict__, "sha256": source.sha256(file)})
     where = source.locate(good)
     notes: list[str] = []
     source.fetch(good, where, notes.append)
@@ -83,7 +83,7 @@ def test_another_file_is_refused_before_any_of_it_runs(cache: Path, index: Path)
     with pytest.raises(SparqError) as error:
         source.fetch(PIN, source.locate(PIN), print)
     assert not ran.exists()
-    found = source._sha256(file)[:12]
+    found = source.sha256(file)[:12]
     assert f"wrong checksum for {file.name}: sha256 {found}" in error.value.message
     assert list((cache / "sdist").iterdir()) == []
 
@@ -112,7 +112,7 @@ def test_environment_without_pip(
 ) -> None:
     """As uv makes them: pip comes from Python itself, else from uv, else one line says so."""
     file = sdist(index / "sparq_fake-1.0.tar.gz", {"sparq_fake-1.0/pyproject.toml": PROJECT})
-    sha256 = source._sha256(file)
+    sha256 = source.sha256(file)
     bare, bin_dir = tmp_path / "bare", tmp_path / "bin"
     venv.create(bare, with_pip=False)
     bin_dir.mkdir()

@@ -29,6 +29,7 @@ import numpy as np
 from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
 from cpu import has_fast
 
+from pyorch.ggml import BY_NAME
 from pyorch.native.params import (
     STATS,  # noqa: F401  the tests have it from here
     AttendParams,
@@ -39,30 +40,26 @@ from pyorch.native.params import (
     SelectParams,
 )
 from pyorch.native.slots import Sources
-from pyorch.native.tensor import Tensor
+from pyorch.native.tensor import InitParams, Tensor
 
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
 GUARD = 256  # bytes on each side
 GUARD_BYTE = 0xCD
 SPARE = 1 << 20  # bytes behind a work buffer that is expected to be too small
 UNWRITTEN = 0xAB  # results are filled with it: what no op writes by itself
-TYPES = {
-    "f32": (0, np.float32),
-    "f16": (1, np.float16),
-    "bf16": (30, np.uint16),
-    "q8_0": (8, np.uint8),
-    "q4_0": (2, np.uint8),
-    "i8": (24, np.int8),
-    "i32": (26, np.int32),
-    "i64": (27, np.int64),
+DTYPES = {
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": np.uint16,
+    "q8_0": np.uint8,
+    "q4_0": np.uint8,
+    "i8": np.int8,
+    "i32": np.int32,
+    "i64": np.int64,
 }
 BLOCK_BYTES = {kind: row_bytes(32, kind) for kind in BLOCKS}
-NUMPY_TYPE = {number: (name, dtype) for name, (number, dtype) in TYPES.items()}
+NUMPY_TYPE = {BY_NAME[name].number: (name, dtype) for name, dtype in DTYPES.items()}
 TensorPtr = POINTER(Tensor)
-
-
-class InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
 
 
 class Plan(ctypes.Structure):
@@ -223,7 +220,7 @@ class Graph:
         """
         if array is None:
             return None
-        number, dtype = TYPES[kind]
+        number, dtype = BY_NAME[kind].number, DTYPES[kind]
         ne = (c_int64 * array.ndim)(*reversed(array.shape))
         if kind in BLOCKS:
             array = to_blocks(array, kind)  # bytes from here on
@@ -253,7 +250,7 @@ class Graph:
 
         Without guards, and not compared after the computation.
         """
-        number, dtype = TYPES[kind]
+        number, dtype = BY_NAME[kind].number, DTYPES[kind]
         ne = (c_int64 * len(shape))(*reversed(shape))
         t = self.ggml.base.ggml_new_tensor(self.ctx, number, len(shape), ne)
         array = np.zeros(shape, dtype)

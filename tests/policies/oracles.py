@@ -239,39 +239,27 @@ class ExactPages(Oracle):
 
 
 class Evicting(Oracle):
-    """A cache per KV head; local_of(k): how many of the newest stay whatever their sum.
-
-    `weigh` gives what is added to the sums; here, as for H2O, the attention itself.
-    """
+    """H2O: a cache per KV head; local_of(k): how many of the newest stay whatever their sum."""
 
     def __init__(self, *args, local_of) -> None:
         super().__init__(*args)
         self.local_of = local_of
-        self.step = 0
-
-    def weigh(self, logits: dict[int, float], head: int, row: int) -> dict[int, float]:
-        return dict(zip(logits, softmax(list(logits.values())), strict=True))
-
-    def logits(self, q, k, head: int, positions) -> dict[int, float]:
-        q, k = q[head].astype(float), k[:, head // self.group].astype(float)
-        return {p: q @ k[p] * self.scale for p in sorted(positions)}
 
     def prompt(self, queries, k) -> None:
         n = len(k)
         self.sums = [dict.fromkeys(range(n), 0.0) for _ in range(self.n_head_kv)]
         for row in range(n):
-            self.add(queries[row], k, [set(range(row + 1))] * self.n_head_kv, row)
+            self.add(queries[row], k, [set(range(row + 1))] * self.n_head_kv)
         self.gone: Sets = [set() for _ in range(self.n_head_kv)]
 
-    def add(self, q, k, cells: Sets, row: int) -> None:
+    def add(self, q, k, cells: Sets) -> None:
         for head in range(self.n_head):
             h = head // self.group
-            for p, w in self.weigh(self.logits(q, k, head, cells[h]), head, row).items():
+            for p, w in self.scores(q, k, head, cells[h]).items():
                 self.sums[h][p] += w
 
     def choose(self, q, k) -> Sets:
         n, out = len(k), []
-        self.step += 1
         budget = min(self.k_of(n), n)
         local = set(range(n - self.local_of(budget), n))
         for h in range(self.n_head_kv):
@@ -281,60 +269,13 @@ class Evicting(Oracle):
                 continue
             old = {p: s for p, s in self.sums[h].items() if p not in local}
             out.append(local | self.best(old, budget - len(local)))
-        self.last = q, k, n - 1
+        self.last = q, k
         return out
 
     def follow(self, read: Sets) -> None:
-        q, k, row = self.last
         for h, cells in enumerate(read):
             assert not cells & self.gone[h], "a position came back"
             self.gone[h] |= set(self.sums[h]) - cells
             self.sums[h] = {p: s for p, s in self.sums[h].items() if p in cells}
-        self.add(q, k, read, row)
-        super().follow(read)
-
-
-class Keyformer(Evicting):
-    """noise(head, row, position); tau(step), 0 for the prompt."""
-
-    def __init__(self, *args, local_of, noise, tau) -> None:
-        super().__init__(*args, local_of=local_of)
-        self.noise, self.tau = noise, tau
-
-    def weigh(self, logits: dict[int, float], head: int, row: int) -> dict[int, float]:
-        tau = self.tau(self.step)
-        noisy = [(x + self.noise(head, row, p)) / tau for p, x in logits.items()]
-        return dict(zip(logits, softmax(noisy), strict=True))
-
-
-class SparseWindow(Oracle):
-    """ALISA: rows[i] is what row i gave to each position, summed over all heads."""
-
-    def prompt(self, queries, k) -> None:
-        self.rows: list[dict[int, float]] = []
-        for row in range(len(k)):
-            self.add(queries[row], k, set(range(row + 1)))
-
-    def add(self, q, k, cells: set[int]) -> None:
-        row = dict.fromkeys(cells, 0.0)
-        for head in range(self.n_head):
-            for p, w in self.scores(q, k, head, cells).items():
-                row[p] += w
-        self.rows.append(row)
-
-    def choose(self, q, k) -> Sets:
-        n = len(k)
-        budget = min(self.k_of(n), n)
-        newest = set(range(n - (budget - budget // 2), n))
-        total = {p: 0.0 for p in range(n) if p not in newest}
-        for row in self.rows[max(n - 1 - max(budget // 2, 1), 0) :]:
-            for p, w in row.items():
-                if p in total:
-                    total[p] += w
-        self.last = q, k
-        return [newest | self.best(total, budget // 2)] * self.n_head_kv
-
-    def follow(self, read: Sets) -> None:
-        assert all(cells == read[0] for cells in read)
-        self.add(*self.last, read[0])
+        self.add(*self.last, read)
         super().follow(read)
