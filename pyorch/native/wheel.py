@@ -294,17 +294,14 @@ class Zig:
         with ThreadPoolExecutor(build.default_jobs()) as pool:
             list(pool.map(lambda job: self.run([*job[0], "-o", str(job[1])]), todo))
         name = self.target.cxx_library
-        argv = [
-            "cc",
-            "-shared",
-            "-s",
-            "-nostdlib++",
-            system.named.format(name=name, path=self.root / name),
-        ]
+        named = system.named.format(name=name, path=self.root / name)
+        argv = ["cc", "-shared", "-s", "-nostdlib++", named]
         if system is LINUX:
             versions = objects / "versions.map"
             versions.write_text("SPARQ_1 { *; };\n", "utf-8")
             argv.append(f"-Wl,--version-script={versions}")
+        elif system is WINDOWS:
+            argv.append("-O2")  # or Zig writes the time into it
         self.run([*argv, *(str(file) for _, file in todo), "-o", str(self.root / name)])
 
     def toolchain(self, tree: Path, more: dict[str, str]) -> cmake.Toolchain:
