@@ -135,7 +135,7 @@ TARGETS = {
         "x86_64-windows-gnu",
         "py3-none-win_amd64",
         "x86_64",
-        ("x64", "haswell", "skylakex", "icelake", "zen4"),
+        ("x64", "haswell", "skylakex", "zen4"),
         WINDOWS,
     ),
 }

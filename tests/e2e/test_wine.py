@@ -17,6 +17,8 @@ from pyorch import paths
 BUILT = sorted((paths.REPOSITORY / "dist").glob("*-win_amd64.whl"))
 WINE = shutil.which("wine")
 DEMO = paths.REPOSITORY / "models" / "demo"
+# with an instruction set that tells whether this CPU runs it
+VARIANTS = {"x64": "sse2", "haswell": "avx2", "skylakex": "avx512f", "zen4": "avx512_bf16"}
 SERVERS = "sparq,ratio=1/8,min_k=16"
 SPECS = ("off", "dense", SERVERS, "sparq,ratio=1/16,min_k=16")
 
@@ -27,14 +29,14 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["x64", "haswell"])
+@pytest.fixture(params=VARIANTS)
 def windows(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """A folder with the library of the wheel, one variant of it, and llama-server under its usual
     name."""
-    if request.param != "x64" and " avx2 " not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX2")
+    if VARIANTS[request.param] not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip(f"this CPU has no {VARIANTS[request.param]}")
     with zipfile.ZipFile(BUILT[-1]) as wheel:
         wheel.extractall(tmp_path / "wheel")
     folder = tmp_path / "wheel" / "pyorch" / "_built" / "lib"
