@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from pyorch import system
 
 # what to do about a process that the CPU or llama.cpp itself ended
 HINT = "run sparq-cpp doctor and include its output in a bug report"
@@ -39,13 +40,8 @@ def python(module: str, *args: str) -> list[str]:
 def ended(code: int) -> str:
     """How a process with this `returncode` of `subprocess` ended, as a phrase for an error:
     "was ended by SIGILL (illegal instruction)" or "ended with exit code 3"."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name, said = signal.Signals(-code).name, (signal.strsignal(-code) or "").lower()
-    except ValueError:
-        return f"was ended by signal {-code}"
-    return f"was ended by {name} ({'out of memory?' if code == -signal.SIGKILL else said})"
+    how = system.died(code)
+    return f"was ended by {how}" if how else f"ended with exit code {code}"
 
 
 def reason(done: Done) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import platformdirs
 
+from pyorch import system
 from pyorch.errors import SparqError
 
 PACKAGE = Path(__file__).resolve().parent
@@ -103,16 +104,12 @@ def locked(root: Path, waiting: Callable[[str], None]) -> Iterator[int]:
     Args:
         waiting: called with the process that holds it, if one does.
     """
-    import fcntl  # not on Windows, where `probe.check_system` says so
-
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not system.lock(file.fileno()):
             file.seek(0)
             waiting(file.read().strip() or "unknown")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            system.lock(file.fileno(), wait=True)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

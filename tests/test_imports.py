@@ -14,9 +14,20 @@ from pyorch.attention.spec import AttentionSpec
 
 ROOT = Path(pyorch.__file__).parent
 # each may import those before it; modules of one folder may import each other, but not in a circle
-FLOORS = ("errors", "text", "children", "paths", "progress", "text_file", "table", "ggml", "native")
-FLOORS += ("models", "attention", "engine", "policies", "bench", "evals", "calibrate", "cli")
-FLOORS += ("__main__",)
+FLOORS = ("system", "errors", "text", "children", "paths", "progress", "text_file", "table")
+FLOORS += (
+    "ggml",
+    "native",
+    "models",
+    "attention",
+    "engine",
+    "policies",
+    "bench",
+    "evals",
+    "calibrate",
+    "cli",
+)
+FLOORS += ("calibrate", "cli", "__main__")
 
 
 def module_of(file: Path) -> str:

@@ -2,9 +2,7 @@
 
 #include "sparse-work.h"
 
-#if !defined(_WIN32)
-#include <sched.h>
-#endif
+#include <thread>
 
 size_t ggml_sparse_attn_work_size(const ggml_tensor * node, int n_threads) {
     switch ((ggml_sparse_attn_op) node->op_params[0]) {
@@ -37,7 +35,5 @@ void ggml_sparse_wait(void) {
     if (++n % N_SPIN != 0) {
         return;
     }
-#if !defined(_WIN32)
-    sched_yield();
-#endif
+    std::this_thread::yield();
 }

@@ -78,7 +78,8 @@ bool make_bytes(const prefill_src & a, const prefill_work & w) {
 void prefill_fast(const prefill_src & a, prefill_work & w, const prefill_unit & u, int64_t t, const uint8_t * kind) {
     const int64_t h = a.head_kv(u.set), next = t + BLOCK_KV, n_step = ceil_div(BLOCK_KV, u.n_block()*rows_ahead::n_asked(a.d_v));
     rows_ahead ahead = {
-        at(a.k, h, t, u.s) + BLOCK_KV*a.k->nb[2], at(a.v, h, t, u.s) + BLOCK_KV*a.v->nb[2], a.k->nb[2], a.v->nb[2], row_size(a.k), row_size(a.v),
+        at(a.k, h, t, u.s) + BLOCK_KV*a.k->nb[2], at(a.v, h, t, u.s) + BLOCK_KV*a.v->nb[2], a.k->nb[2], a.v->nb[2],
+        (size_t) row_size(a.k), (size_t) row_size(a.v),
         kind ? (int) std::clamp<int64_t>(a.n_kv - next, 0, BLOCK_KV) : 0, (int) n_step,
     };
     int64_t n = 0;

@@ -4,17 +4,13 @@
 
 #include "llama-sparse.h"
 #include "sparse-state.h"
+#include "sparse-system.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-model.h"
 
-#include <fcntl.h>
-#include <signal.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
@@ -22,8 +18,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
-#include <system_error>
-#include <thread>
 #include <utility>
 
 std::string llama_sparse_arg(const std::string & spec) {
@@ -71,45 +65,6 @@ llama_sparse_measured::~llama_sparse_measured() {
 }
 
 // ---- llama-server ----
-
-// The end of a pipe that a handler writes to, which is about all that a handler may do; a thread reads at the other end
-static int signal_pipe = -1;
-
-static void on_signal(int signal) {
-    const int     err  = errno;
-    const uint8_t byte = (uint8_t) signal;
-    while (write(signal_pipe, &byte, 1) < 0 && errno == EINTR) {
-    }
-    errno = err;
-}
-
-void llama_sparse_signals(void (*handler)(int)) {
-    int ends[2];
-    if (pipe(ends) != 0) {
-        return;
-    }
-    fcntl(ends[0], F_SETFD, FD_CLOEXEC);
-    fcntl(ends[1], F_SETFD, FD_CLOEXEC);
-    try {
-        std::thread([handler, fd = ends[0]] {
-            uint8_t byte;
-            for (ssize_t n; (n = read(fd, &byte, 1)) == 1 || (n < 0 && errno == EINTR);) {
-                if (n == 1) {
-                    handler(byte);
-                }
-            }
-        }).detach();
-    } catch (const std::system_error &) {
-        close(ends[0]);
-        close(ends[1]);
-        return; // no more threads
-    }
-    signal_pipe = ends[1];
-    struct sigaction action = {};
-    action.sa_handler = on_signal;
-    sigaction(SIGINT,  &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
-}
 
 std::string llama_sparse_request_arg(const std::string & spec) {
     if (spec.find('\0') != std::string::npos) {
@@ -292,9 +247,9 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
     char err[512] = "cannot be opened";
     const auto & d = *best;
     bool is_open = false;
-    if (const int fd = open(d.path.c_str(), O_RDONLY | O_CLOEXEC); fd >= 0) {
+    if (const int fd = llama_sparse_file_open(d.path.c_str()); fd >= 0) {
         is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0;
-        close(fd);
+        llama_sparse_file_close(fd);
     }
     if (is_open) {
         tokens = d.tokens;

@@ -7,15 +7,12 @@
 #include "sparse-document-state.h"
 #include "sparse-guarded.h"
 #include "sparse-seal.h"
+#include "sparse-system.h"
 
 #include "llama-impl.h"
 
 #include "sparse-codes.h"
 #include "sparse-layout.h"
-
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
@@ -207,10 +204,7 @@ uint32_t first_cell(llama_kv_cache & kv, llama_seq_id seq, uint32_t stream, uint
 // throws std::runtime_error: the disk is full, say
 void write_all(int fd, const char * data, uint64_t n, uint64_t offset) {
     while (n > 0) {
-        const ssize_t done = pwrite(fd, data, std::min<uint64_t>(n, 1 << 30), (off_t) offset);
-        if (done < 0 && errno == EINTR) {
-            continue;
-        }
+        const int64_t done = llama_sparse_file_write(fd, data, n, offset);
         if (done <= 0) {
             throw std::runtime_error(std::string("cannot write: ") + strerror(done < 0 ? errno : ENOSPC));
         }
@@ -248,10 +242,7 @@ void write_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to)
 // throws std::runtime_error
 void read_all(int fd, char * data, uint64_t n, uint64_t offset) {
     while (n > 0) {
-        const ssize_t done = pread(fd, data, std::min<uint64_t>(n, 1 << 30), (off_t) offset);
-        if (done < 0 && errno == EINTR) {
-            continue;
-        }
+        const int64_t done = llama_sparse_file_read(fd, data, n, offset);
         if (done <= 0) {
             throw std::runtime_error(done < 0 ? std::string("cannot read the document: ") + strerror(errno) : "the document ends early");
         }
@@ -280,7 +271,7 @@ void read_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) 
 uint64_t state_at(int fd, uint64_t offset, const llama_sparse_memory & m, const image & im, uint64_t n_pos) {
     const uint64_t second = im.states + aligned(sizeof(state_head) + m.state_bytes());
     state_head head = {};
-    (void) !pread(fd, &head, sizeof(head), (off_t) (offset + second)); // nothing, while the file has not grown to it
+    llama_sparse_file_read(fd, (char *) &head, sizeof(head), offset + second); // nothing, while the file has not grown to it
     return offset + (head.n_pos == n_pos ? second : im.states);
 }
 
@@ -338,7 +329,7 @@ void read_parts(int fd, uint64_t offset, const std::vector<part> & parts, int n_
 // The first n_row rows of K or V: whole pages of the file take the place of those of the cache, and the rest is read. Returns the bytes that
 // were mapped
 size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const part & p, size_t n_row) {
-    const size_t page = sysconf(_SC_PAGESIZE), n = n_row*p.row_bytes, n_page = n/page*page;
+    const size_t page = llama_sparse_page_size(), n = n_row*p.row_bytes, n_page = n/page*page;
     const bool is_host = ggml_backend_buffer_is_host(p.t->buffer) && p.nb == p.row_bytes;
     char * base = is_host ? (char *) p.t->data + p.at : nullptr;
     if (!is_host || ggml_backend_buffer_get_size(p.t->buffer) < MIN_MAPPED || (uintptr_t) base % page != 0 || (offset + p.offset) % page != 0 ||
@@ -383,8 +374,7 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     const bool is_shadow_last = has_shadow && !im.shadow.empty();
     const part & last = is_shadow_last ? im.shadow.back() : im.rows.back();
     const uint64_t need = last.offset + last.row_bytes*(is_shadow_last ? last.n_row : n_read);
-    struct stat file;
-    if (fstat(fd, &file) != 0 || (uint64_t) file.st_size < offset + need) {
+    if (const int64_t size = llama_sparse_file_size(fd); size < 0 || (uint64_t) size < offset + need) {
         throw std::runtime_error("the document is shorter than its header says");
     }
     const std::vector<char> state = m.has_state() ? read_state(fd, offset, m, im, n_read) : std::vector<char>();

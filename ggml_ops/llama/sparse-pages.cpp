@@ -1,30 +1,15 @@
 #include "sparse-pages.h"
 
-#include "ggml-sparse.h"
-
-#include <sys/mman.h>
+#include "sparse-system.h"
 
 #include <algorithm>
 #include <cstring>
-
-void llama_sparse_huge_pages(char * at, size_t n) {
-#if defined(__linux__)
-    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
-    const uintptr_t first = ((uintptr_t) at + PAGE - 1)/PAGE*PAGE, last = ((uintptr_t) at + n)/PAGE*PAGE;
-    if (last >= first + 2*PAGE) {
-        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
-    }
-#else
-    (void) at;
-    (void) n;
-#endif
-}
 
 std::atomic<bool> llama_sparse_pages::unmap_failed = false;
 
 bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
     size_t & mapped = spans[at]; // what may throw comes before the system is asked
-    if (n == 0 || mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, (off_t) offset) == MAP_FAILED) {
+    if (n == 0 || !llama_sparse_map_file(at, n, fd, offset)) {
         return false;
     }
     mapped = std::max(mapped, n);
@@ -33,7 +18,7 @@ bool llama_sparse_pages::map(char * at, size_t n, int fd, uint64_t offset) {
 
 void llama_sparse_pages::unmap() {
     for (const auto & [at, n] : spans) {
-        if (n > 0 && mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0) == MAP_FAILED) {
+        if (n > 0 && !llama_sparse_map_empty(at, n)) {
             memset(at, 0, n); // copies of the file's pages
             unmap_failed = true;
         } else {

@@ -1,14 +1,11 @@
 #pragma once
 
-// Memory of K and V: the pages of documents that lie there, and huge pages.
+// The pages of documents that lie in the memory of K and V.
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
-
-// Rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
-void llama_sparse_huge_pages(char * at, size_t n);
 
 // The pages of a cache that are a file's: a page comes into memory when a row in it is read, and goes when memory is short
 struct llama_sparse_pages {

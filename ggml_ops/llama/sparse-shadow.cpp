@@ -3,9 +3,7 @@
 #include "llama-hparams.h"
 
 #include "sparse-codes.h"
-
-#include <sys/mman.h>
-#include <unistd.h>
+#include "sparse-system.h"
 
 #include <algorithm>
 #include <charconv>
@@ -313,19 +311,17 @@ ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft,
 }
 
 void llama_sparse_clear(ggml_backend_buffer_t buf) {
-#if defined(__linux__)
-    // The system fills such pages with zeros; it refuses for pages that are locked. Those of a file, which it would fill with the file, are no longer
-    // there, or we write zeros. Partial pages at either end may be shared, so they are zeroed by hand
+    // The system fills such pages with zeros. Those of a file, which it would fill with the file, are no longer there, or we write zeros. Partial
+    // pages at either end may be shared, so they are zeroed by hand
     if (ggml_backend_buffer_get_type(buf) == ggml_backend_cpu_buffer_type() && !llama_sparse_pages::has_unmap_failed()) {
-        const uintptr_t page = sysconf(_SC_PAGESIZE), begin = (uintptr_t) ggml_backend_buffer_get_base(buf), n = ggml_backend_buffer_get_size(buf);
+        const uintptr_t page = llama_sparse_page_size(), begin = (uintptr_t) ggml_backend_buffer_get_base(buf), n = ggml_backend_buffer_get_size(buf);
         char * base = (char *) begin, * first = (char *) ((begin + page - 1)/page*page), * last = (char *) ((begin + n)/page*page);
-        if (last > first && madvise(first, last - first, MADV_DONTNEED) == 0) {
+        if (last > first && llama_sparse_drop_pages(first, last - first)) {
             memset(base, 0, first - base);
             memset(last, 0, base + n - last);
             llama_sparse_huge_pages(base, n);
             return;
         }
     }
-#endif
     ggml_backend_buffer_clear(buf, 0);
 }

@@ -7,7 +7,6 @@ changed kernel is measured again, and so is everything by a changed measurement.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
-from pyorch import __version__, paths
+from pyorch import __version__, paths, system
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
@@ -197,7 +196,7 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
         SparqError: it cannot be written.
     """
     with _opened(file) as f:
-        fcntl.flock(f, fcntl.LOCK_EX)  # another run may write to the same file
+        system.lock(f.fileno(), wait=True)  # another run may write to the same file
         f.seek(0)
         found = f.read()
         whole = found.rfind(b"\n") + 1

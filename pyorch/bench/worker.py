@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch import children, engine
+from pyorch import children, engine, system
 from pyorch.bench import state
 from pyorch.bench.bandwidth import MemoryReader
 from pyorch.engine.settings import layers_away
@@ -211,8 +211,7 @@ class Worker:
 
     def __init__(self, stock: bool = False, env: Mapping[str, str] | None = None) -> None:
         # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with system.no_interrupt():
             self.process = subprocess.Popen(
                 children.python("pyorch.bench.worker", *["--stock"] * stock),
                 stdin=subprocess.PIPE,
@@ -220,8 +219,6 @@ class Worker:
                 text=True,
                 env={**os.environ, **(env or {})},
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
 
-from pyorch import native, paths
+from pyorch import native, paths, system
 from pyorch.attention.bytes import layer_costs
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.attention.spec import AttentionSpec
@@ -311,7 +311,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     note_if_weights_exceed(file, settings, served.load)
     if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
-    program = native.lib_dir(tools=(PROGRAM,)) / PROGRAM
+    program = native.lib_dir(tools=(PROGRAM,)) / system.program(PROGRAM)
     in_memory = _kv_in_memory(served, program.parent)
     adapted = any(word.startswith("--lora") for word in more)
     argv = [str(program), *_arguments(served, adapted), *_SAFE, *more]
@@ -372,10 +372,10 @@ def _list_of(documents: Sequence[Document]) -> Iterator[dict[str, str]]:
     if not documents:
         yield {}
         return
-    with NamedTemporaryFile("wb", suffix=".list") as file:
-        file.write(os.fsencode(document_file.listed(documents)))
-        file.flush()
-        yield {"SPARQ_DOCUMENTS": file.name}
+    with TemporaryDirectory(prefix="sparq-serve-") as folder:
+        file = Path(folder, "documents.list")
+        file.write_bytes(os.fsencode(document_file.listed(documents)))
+        yield {"SPARQ_DOCUMENTS": str(file)}
 
 
 def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.terminal import note
@@ -40,12 +40,12 @@ def with_their_time(
     if when is None or source == own or given & set(_THEIRS) or _TOOLS in file.metadata:
         yield ()
         return
-    with NamedTemporaryFile("w", suffix=".jinja", encoding="utf-8") as template:
-        template.write(source)
-        template.flush()
+    with TemporaryDirectory(prefix="sparq-serve-") as folder:
+        template = Path(folder, "template.jinja")
+        template.write_text(source, "utf-8", newline="")
         said = f"{when:%Y-%m-%d %H:%M}, when {name} was read"
         note(f"note: the chat template states the time: for all requests it is {said}", "yellow")
-        yield "--chat-template-file", template.name
+        yield "--chat-template-file", str(template)
 
 
 def n_usable(documents: Sequence[Document], host: str, port: int, keys: Path | None) -> int:

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import BinaryIO
 
+from pyorch import system
 from pyorch.errors import SparqError
 
 _NAMES = ("stdin", "stdout", "stderr")
@@ -24,7 +25,7 @@ def prepare() -> None:
     for fd, name in enumerate(_NAMES):
         stream = getattr(sys, name)
         ours = stream is getattr(sys, f"__{name}__")  # else somebody has put another in its place
-        if stream is None or (ours and not _inherited(fd)):
+        if stream is None or (ours and not system.IS_WINDOWS and not _inherited(fd)):
             _closed.add(name)
             null = os.open(os.devnull, os.O_RDWR)  # it takes the number, if nobody has it yet
             os.set_inheritable(null, True)
@@ -32,7 +33,8 @@ def prepare() -> None:
     codecs.register_error("shown", _shown)
     for name, errors in zip(_NAMES, ("surrogateescape", "shown", "replace"), strict=True):
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
+            # on Windows a pipe has the letters of one language otherwise
+            stream.reconfigure(encoding="utf-8" if system.IS_WINDOWS else None, errors=errors)
 
 
 def stdin() -> BinaryIO:

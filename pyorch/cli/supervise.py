@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from pyorch import children
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.progress import spinner
 
@@ -27,8 +27,8 @@ LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in on
 
 # What the child runs before it becomes the server: the system kills it as soon as we are gone. No
 # handler of ours could do that after a SIGKILL. `preexec_fn` would be shorter, but it runs Python
-# between fork and exec, which may hang beside other threads. Without prctl (macOS) the server
-# outlives a SIGKILL of ours.
+# between fork and exec, which may hang beside other threads. Without prctl (macOS, Windows) the
+# server outlives a SIGKILL of ours.
 _BOUND = """
 import ctypes, os, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -69,17 +69,19 @@ class Child:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Child:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in system.ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 self._handlers[number] = signal.signal(number, self._on_signal)
-        bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *self._argv]
+        bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())]
+        if system.IS_WINDOWS:
+            bound = []
         env = dict(self._env)
         if not self._show:
             # llama.cpp would call a debugger before it aborts, which takes seconds and says much
             env.setdefault("GGML_NO_BACKTRACE", "1")
         try:
             self._process = subprocess.Popen(
-                bound,
+                [*bound, *self._argv],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -181,11 +183,11 @@ class Child:
 
     def _death(self) -> SparqError:
         code = self.process.returncode
-        if code == -signal.SIGKILL:
+        if code == system.KILLED:
             hint = "the system does so when memory runs out: lower --ctx or --parallel"
             return SparqError(f"{self.name} was killed", hint)
         more = "" if self._show else f"run with -v to see what {self.name} says"
-        if code < 0:
+        if system.died(code):
             reason = f": {self._fatal()}" if self._fatal() else ""
             hint = f"{children.HINT}; {more}" if more else children.HINT
             return SparqError(f"{self.name} {children.ended(code)}{reason}", hint)

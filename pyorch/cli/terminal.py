@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from pyorch import system
 from pyorch.errors import SparqError
 
 
@@ -22,6 +23,8 @@ def note(text: str, style: str = "") -> None:
 
 def note_if_busy() -> None:
     """Warn if other programs make times long and uneven, now or in the last minute."""
+    if system.IS_WINDOWS:  # it does not count them
+        return
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores / 4:
         text = f"note: this machine is busy (load {load:.1f} on {cores} cores): times will be off"

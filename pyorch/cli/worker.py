@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import click
 
-from pyorch import native
+from pyorch import native, system
 from pyorch.cli import listen
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
@@ -64,7 +64,7 @@ def command(wanted: WorkerOptions) -> None:
     family, address = listen.address(wanted.host, wanted.port)
     with listen.reserved(family, address, wanted.port):
         folder = native.built(tools=(PROGRAM,))
-    argv = [str(folder / PROGRAM), "--host", address, "--port", str(wanted.port)]
+    argv = [str(folder / system.program(PROGRAM)), "--host", address, "--port", str(wanted.port)]
     argv += ["--threads", str(wanted.threads or usable_cores())]
     argv += ["--cache"] * wanted.cache
     env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}

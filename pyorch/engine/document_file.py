@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from pyorch import paths
+from pyorch import paths, system
 from pyorch.errors import SparqError
 from pyorch.progress import Progress, silent
 
@@ -234,14 +234,14 @@ def _write(fd: int, raw: bytes, at: int) -> None:
     """Write all of it: where the disk is nearly full, the system takes a part and says nothing."""
     view = memoryview(raw)
     while view:
-        n = os.pwrite(fd, view, at)
+        n = system.write_at(fd, view, at)
         view, at = view[n:], at + n
 
 
 def set_read(fd: int, n_read: int, checksums_crc: int = 0) -> None:
     """Note that so many positions are in the file."""
     said = struct.pack("<QI", n_read, checksums_crc)
-    os.pwrite(fd, said + struct.pack("<I", zlib.crc32(said)), _PROGRESS_AT)
+    system.write_at(fd, said + struct.pack("<I", zlib.crc32(said)), _PROGRESS_AT)
 
 
 def finish(fd: int, header: Header, progress: Progress = silent) -> None:
@@ -263,7 +263,7 @@ def verify(of: Document, progress: Progress = silent) -> None:
     content(of)
     with of.path.open("rb") as file:
         fd = file.fileno()
-        raw = os.pread(fd, 4 * of.n_blocks, of.checksums_at)
+        raw = system.read_at(fd, 4 * of.n_blocks, of.checksums_at)
         if (zlib.crc32(raw) or 1) != of.checksums_crc:
             raise _damaged(of.path, "its checksums are not what was written")
         wanted = struct.unpack(f"<{of.n_blocks}I", raw)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import signal
 import subprocess
 import tempfile
 from collections import deque
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyorch import children
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
 from pyorch.models import convert_env
@@ -233,7 +232,7 @@ def _run(
         env=convert_env.environment(temp / "hub"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        pass_fds=(lock,),
+        **system.given(lock),
         start_new_session=True,  # Ctrl-C reaches only us, so that the converter prints no traceback
     ) as child:
         for line in children.lines(child.stderr):
@@ -252,7 +251,7 @@ def _failure(checkpoint: Checkpoint, code: int, lines: Sequence[str]) -> SparqEr
     """The error of a failed conversion, in one line."""
     text = "\n".join(lines)
     name = str(checkpoint.folder)
-    if code == -signal.SIGKILL:
+    if code == system.KILLED:
         return SparqError(f"{name}: the converter was killed: out of memory?", "free some memory")
     if code < 0:
         return SparqError(f"{name}: the converter {children.ended(code)}")

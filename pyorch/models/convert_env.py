@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pyorch import children, paths
+from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.models.new_file import check_space
 from pyorch.native import source
@@ -167,7 +167,7 @@ def _run(argv: list[str], lock: int, show: bool) -> str:
     """
     visible = show and sys.stderr.isatty()
     out = sys.stderr if visible else subprocess.PIPE
-    done = children.run(argv, pass_fds=(lock,), stdout=out)
+    done = children.run(argv, stdout=out, **system.given(lock))
     said = done.stdout or ""
     if done.returncode == 0:
         return said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pyorch import system
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.native import cgroup
@@ -36,8 +37,8 @@ def _meminfo_available() -> int | None:
     except (OSError, ValueError, IndexError):
         pass
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
+        return system.memory()[1]
+    except (ValueError, OSError):
         return None
 
 

@@ -11,9 +11,10 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+from pyorch import system
 from pyorch.errors import SparqError
 from pyorch.text import human_bytes
 
@@ -70,25 +71,20 @@ def new_file(
     Raises:
         SparqError: as `check_target`; another process is writing the file; or the system refuses.
     """
-    import fcntl
-
     check_target(path, force)
     real = Path(os.path.realpath(path))  # a link stays a link
     partial = real.with_name(real.name + ".partial")
     mode = 0o600 if private else 0o666
     try:
-        lock = os.open(partial, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), mode)
+        lock = system.open_shared(partial, mode)
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SparqError(f"{path}: another process is writing it", "wait for it") from None
+            if not system.lock(lock):
+                raise SparqError(f"{path}: another process is writing it", "wait for it")
             if not partial.exists() or not os.path.samestat(os.fstat(lock), partial.stat()):
                 raise SparqError(f"{path}: another process has just written it", "try again")
             try:
-                if private and os.fstat(lock).st_mode & 0o077:  # left by an earlier version
-                    with suppress(PermissionError):  # a file system without modes
-                        os.fchmod(lock, mode)
+                if private:
+                    system.make_private(lock)  # it may be an earlier version's
                 if not resumable:
                     os.truncate(lock, 0)
                 yield partial, lock

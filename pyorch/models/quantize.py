@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyorch import children, native
+from pyorch import children, native, system
 from pyorch.errors import SparqError, nearest
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.imatrix import read_imatrix
@@ -137,7 +137,9 @@ def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
     argv = children.python("pyorch.models.quantize", json.dumps(asdict(job)))
     with (
         tempfile.TemporaryFile() as said,
-        children.running(argv, stdout=subprocess.PIPE, stderr=said, pass_fds=locks) as child,
+        children.running(
+            argv, stdout=subprocess.PIPE, stderr=said, **system.given(*locks)
+        ) as child,
     ):
         for line in children.lines(child.stdout):
             answer: dict[str, Any] = json.loads(line)
@@ -152,7 +154,7 @@ def _run(job: _Job, progress: Progress | None, *locks: int) -> dict[str, Any]:
         code = child.wait()
         said.seek(0)
         text = said.read().decode("utf-8", errors="replace").strip()
-    if code == -signal.SIGKILL:
+    if code == system.KILLED:
         raise SparqError("the quantiser was killed: out of memory?", "free some memory")
     reason = next((s for s in text.splitlines() if s), "")
     if code < 0 and code != -signal.SIGABRT or not reason:  # abort() comes after its reason

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from pyorch import system
 from pyorch.errors import SparqError
 from pyorch.models.hub_errors import is_from_client, retry_after, status_of
 from pyorch.progress import Progress, Say, silent
@@ -233,7 +234,7 @@ def _point(pointer: Path, blob: Path) -> None:
 
 def _download(url: str, part: Path, file: HubFile, transfer: Transfer) -> None:
     """Complete `part`. Its content is trusted no more than the hub's: the hash decides."""
-    descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    descriptor = system.open_shared(part)
     with os.fdopen(descriptor, "r+b", buffering=0) as f:
         state = _State(f, file, transfer)
         state.resume()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from pyorch import children
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.progress import say
 
@@ -37,7 +37,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     from pyorch.native import build, carried, carried_cuda
 
     if not stock and (given := build.from_environment()):
-        if missing := [tool for tool in tools if not (given / tool).is_file()]:
+        if missing := [tool for tool in tools if not (given / system.program(tool)).is_file()]:
             raise SparqError(
                 f"SPARQ_LIBRARY={given} has no {missing[0]}", "build it there with --tools"
             )
@@ -149,9 +149,7 @@ _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in th
 
 def _report_crashes(folder: Path) -> None:
     """Have signals that kill reported, before anything else of the library is loaded."""
-    from pyorch.native import probe
-
-    call = ctypes.CDLL(str(folder / probe.library("ggml-base"))).ggml_sparse_report_fatal_signals
+    call = ctypes.CDLL(str(folder / system.library("ggml-base"))).ggml_sparse_report_fatal_signals
     call.restype, call.argtypes = None, [ctypes.c_char_p]
     call(_HINT)
 
@@ -182,6 +180,7 @@ def load(stock: bool = False) -> ModuleType:
         if reports_crashes and not stock:
             _report_crashes(Path(variables["LLAMA_CPP_LIB_PATH"]))
         module = importlib.import_module("llama_cpp")
+        system.with_ggml(module.llama_cpp._lib)
     except (OSError, RuntimeError, AttributeError) as error:
         for name in [n for n in sys.modules if n.split(".")[0] == "llama_cpp"]:
             del sys.modules[name]

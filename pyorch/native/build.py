@@ -362,7 +362,7 @@ def _ops_files(root: Path, options: Options) -> dict[str, Path]:
     """The files of ggml_ops/ that this build has, keyed by their path below `root`."""
     part = "compilers" if options.stock else "."
     return {
-        str(file.relative_to(root)): file
+        file.relative_to(root).as_posix(): file
         for file in sorted((root / part).rglob("*"))
         if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
         if options.cuda or file.relative_to(root).parts[0] != "cuda"
@@ -377,7 +377,7 @@ def _sync_ops(into: Path, options: Options) -> None:
     """
     files = _ops_files(paths.data("ggml_ops"), options)
     for old in sorted(into.rglob("*"), reverse=True):
-        if old.is_file() and str(old.relative_to(into)) not in files:
+        if old.is_file() and old.relative_to(into).as_posix() not in files:
             old.unlink()
     for name, file in files.items():
         content = file.read_bytes()

@@ -16,15 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pyorch import children, paths
+from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.native import build, carried_cuda, probe, smoke
 from pyorch.progress import say
 
 FOLDER = paths.PACKAGE / "_built"
 NAME = "sparq-carried"
-_VARIANT = "libggml-cpu-"  # the beginning of their files' names
-_CPU = probe.library("ggml-cpu")  # the one that libggml loads
+_CPU = system.library("ggml-cpu")  # the one that libggml loads
+_VARIANT = f"{Path(_CPU).stem}-"  # the beginning of their files' names
+_MODULE = ".dll" if system.IS_WINDOWS else ".so"  # and the end
 
 
 def fits() -> bool:
@@ -106,7 +107,7 @@ def _unpack(carried: dict[str, Any], target: Path) -> None:
     ranked = [name for name, score in scores().items() if score]
     off: dict[str, str] = {}
     for name in ranked:
-        _copy(FOLDER / "lib" / f"{_VARIANT}{name}.so", partial / _CPU)
+        _copy(FOLDER / "lib" / f"{_VARIANT}{name}{_MODULE}", partial / _CPU)
         try:
             fault: object = smoke.fault(partial)
         except SparqError as error:

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pyorch import paths
+from pyorch import paths, system
 from pyorch.errors import SparqError
-from pyorch.native import build, cuda, probe, smoke
+from pyorch.native import build, cuda, smoke
 from pyorch.progress import say
 
 NAME = "sparq-carried-cuda"
@@ -90,8 +90,8 @@ def _make(cpu: Path, package: Path, nvidia: Path, target: Path) -> None:
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(cpu, partial)
-    backend = probe.library("ggml-cuda")
-    shutil.copyfile(package / probe.library("ggml"), partial / probe.library("ggml"))
+    backend = system.library("ggml-cuda")
+    shutil.copyfile(package / system.library("ggml"), partial / system.library("ggml"))
     (partial / backend).symlink_to(package / backend)
     (partial / NVIDIA).symlink_to(nvidia)
     stamp = of_cpu | {"stamp": carried["stamp"], "time": time.time(), "inputs": carried["inputs"]}

@@ -12,13 +12,12 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch import children, paths
+from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.native import cuda, probe, source
 from pyorch.progress import Progress
@@ -170,7 +169,7 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
         file.write("$ " + " ".join(argv) + "\n")
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # asked to end, ninja deletes the outputs that it has not finished
-        with children.running(argv, env=env, pass_fds=(lock,), **output) as process:
+        with children.running(argv, env=env, **system.given(lock), **output) as process:
             for line in children.lines(process.stdout):
                 if original:
                     line = line.replace(copy, original)  # the file that the user can edit
@@ -189,7 +188,7 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
     what = Path(argv[0]).name
     if "No space left on device" in text:
         return SparqError(f"no space left for the build in {paths.cache()}", SPACE)
-    if code == -signal.SIGKILL or re.search(r"Killed signal|\bKilled\b", text):
+    if code == system.KILLED or re.search(r"Killed signal|\bKilled\b", text):
         hint = f"try again with --jobs 1; log: {log}"
         return SparqError(f"{what} was killed (out of memory?)", hint)
     if code < 0:

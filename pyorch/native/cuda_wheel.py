@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pyorch import __version__, children, paths
+from pyorch import __version__, children, paths, system
 from pyorch.errors import SparqError
 from pyorch.native import build, carried_cuda, cmake, cuda, probe, source, wheel
 from pyorch.progress import progress_bar, say
@@ -110,7 +110,7 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
         chain = replace(zig.toolchain(tree, more), toolkit=toolkit)
         with progress_bar("compiling", off_terminal=say) as bar:
             cmake.compile_tree(tree, options, ("ggml",), build.default_jobs(), chain, bar, lock)
-        libraries = [tree / "out" / "bin" / probe.library(x) for x in ("ggml", "ggml-cuda")]
+        libraries = [tree / "out" / "bin" / system.library(x) for x in ("ggml", "ggml-cuda")]
         stamp = {
             "stamp": source.digest_of({file.name: file for file in libraries})[:12],
             "inputs": made_of,

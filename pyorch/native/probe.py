@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch import children
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.native import cgroup
 
@@ -46,21 +46,16 @@ class Probe:
 
 
 def check_system() -> None:
-    """Refuse systems on which this was never tried.
+    """Refuse systems on which a build was never tried.
 
     Raises:
         SparqError: neither Linux nor macOS.
     """
     if platform.system() not in ("Linux", "Darwin"):
         raise SparqError(
-            f"{platform.system() or 'this system'} is not supported",
-            "use Linux or macOS; on Windows, the Windows Subsystem for Linux",
+            f"building on {platform.system() or 'this system'} is not supported",
+            "use Linux or macOS; on Windows the wheel, or the Windows Subsystem for Linux",
         )
-
-
-def library(name: str) -> str:
-    """The file name of a shared library, such as `libllama.so`."""
-    return f"lib{name}.{'dylib' if platform.system() == 'Darwin' else 'so'}"
 
 
 def find_compiler() -> Compiler | None:
@@ -98,7 +93,7 @@ def cpu() -> tuple[str, str]:
         try:
             info = Path("/proc/cpuinfo").read_text("utf-8", "replace").split("\n\n")[0]
         except OSError:
-            info = ""
+            info = f"model name: {platform.processor()}"
         name = re.search(r"^model name\s*: (.*)", info, re.M)
         lines = re.findall(r"^(?:flags|Features|model name|CPU part|isa)\s*:.*", info, re.M)
         text = "\n".join(lines)
@@ -124,7 +119,7 @@ def cores() -> int:
 
 def memory() -> int:
     """The bytes of main memory that this process may use."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    installed, _ = system.memory()
     return min(installed, cgroup.memory() or installed)
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from pyorch import children
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
-from pyorch.native import probe
 from pyorch.native.params import PrefillParams
 from pyorch.native.slots import Sources, sources
 from pyorch.native.tensor import InitParams, Tensor
@@ -48,8 +45,6 @@ THREADS = 2
 # The error that is wrong, as a share of the result. q8 of the tokens makes 0.01 at most.
 WRONG = 0.03
 TIMEOUT_S = 300  # it takes one or two seconds
-# a death by one of these is the fault of what runs
-_CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
 _GPUS = (1, 2)  # types of ggml's devices: a card, and one that shares the CPU's memory
@@ -93,9 +88,9 @@ def fault(folder: Path, gpu: bool = False) -> Fault | None:
             last = json.loads(line)
     if code == 0:
         return Fault(**last) if "how" in last else None
-    if code < 0 and -code in _CRASHES:
+    if system.crashed(code):
         return Fault(last["case"], last["buffer"], children.ended(code))
-    why = children.ended(code) if code < 0 else (errors or [children.ended(code)])[-1]
+    why = children.ended(code) if system.died(code) else (errors or [children.ended(code)])[-1]
     raise SparqError(
         f"the library in {folder} could not be tried: {why}, at {last['case']}", "build again"
     )
@@ -150,7 +145,7 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
 
 def _gpus(base: Any, folder: Path) -> Iterator[tuple[int, int, bool]]:
     """Likewise each GPU. Ends the process if there is none: ggml has said why."""
-    ggml = ctypes.CDLL(str(folder / probe.library("ggml")))
+    ggml = ctypes.CDLL(str(folder / system.library("ggml")))
     ggml.ggml_backend_dev_count.restype = c_size_t
     ggml.ggml_backend_dev_get.restype, ggml.ggml_backend_dev_get.argtypes = c_void_p, [c_size_t]
     found = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
@@ -272,8 +267,8 @@ def _extra_buffers(base: Any, cpu: Any, backend: int) -> Iterator[int]:
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    base = ctypes.CDLL(str(folder / probe.library("ggml-base")), mode=ctypes.RTLD_GLOBAL)
-    cpu = ctypes.CDLL(str(folder / probe.library("ggml-cpu")))
+    base = ctypes.CDLL(str(folder / system.library("ggml-base")), mode=ctypes.RTLD_GLOBAL)
+    cpu = ctypes.CDLL(str(folder / system.library("ggml-cpu")))
     p, t = c_void_p, _TensorPtr
     prototypes: list[Any] = [
         (base, "ggml_init", p, InitParams),
@@ -314,7 +309,7 @@ def _is_ours(base: Any) -> bool:
 
 def main() -> None:
     """Print what `check` yields, a line of JSON each."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here
+    system.quiet_crashes()  # one is an answer here
     for line in check(Path(sys.argv[1]), gpu="gpu" in sys.argv[2:]):
         print(json.dumps(line), flush=True)
 

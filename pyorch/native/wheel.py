@@ -42,8 +42,12 @@ class System:
     name: str  # as cmake has it
     suffix: str  # of a library
     origin: str  # what its loader calls the folder of a library
-    named: str  # the linker's option with a library's own name
+    named: str  # the linker's option with a library's own name, or what others are linked with
     has_unwinder: bool  # so that the C++ library needs none
+    linked: str = ""  # what stands behind the name of a library in that of what others link with
+    program: str = ""  # what stands behind the name of a program
+    prefix: str = "lib"  # of ggml's libraries
+    module: str = "so"  # the suffix of what only dlopen() loads
     flags: tuple[str, ...] = ()  # of all compilers
     definitions: tuple[tuple[str, str], ...] = ()  # for cmake
 
@@ -63,13 +67,21 @@ class Target:
         """The name of the file that has the C++ library."""
         return f"libc++.{self.system.suffix}"
 
+    def library(self, name: str) -> str:
+        """The file of a library of ggml."""
+        return f"{self.system.prefix}{name}.{self.system.suffix}"
 
-LINUX = System("Linux", "so", "$ORIGIN", "-Wl,-soname,", has_unwinder=False)
+    def module(self, name: str) -> str:
+        """The file of what only dlopen() loads."""
+        return f"{self.system.prefix}{name}.{self.system.module}"
+
+
+LINUX = System("Linux", "so", "$ORIGIN", "-Wl,-soname,{name}", has_unwinder=False)
 MACOS = System(
     "Darwin",
     "dylib",
     "@loader_path",
-    "-Wl,-install_name,@rpath/",
+    "-Wl,-install_name,@rpath/{name}",
     has_unwinder=True,
     # names of its own, since inline functions of the same name in the system's would replace these
     flags=("-U_LIBCPP_ABI_NAMESPACE", "-D_LIBCPP_ABI_NAMESPACE=__sparq"),
@@ -79,6 +91,18 @@ MACOS = System(
         ("GGML_BLAS", "OFF"),
         ("CMAKE_INSTALL_NAME_TOOL", "true"),
     ),
+)
+WINDOWS = System(
+    "Windows",
+    "dll",
+    "",  # always where the program is
+    "-Wl,--out-implib,{path}.a",
+    has_unwinder=False,
+    linked=".a",
+    program=".exe",
+    prefix="",
+    module="dll",
+    definitions=(("CMAKE_RC_COMPILER", "true"),),  # llama.cpp has no resources
 )
 
 
@@ -106,6 +130,13 @@ TARGETS = {
         "arm64",
         ("apple_m1", "apple_m2_m3"),
         MACOS,
+    ),
+    "windows-x86_64": Target(
+        "x86_64-windows-gnu",
+        "py3-none-win_amd64",
+        "x86_64",
+        ("x64", "haswell", "skylakex", "zen4"),
+        WINDOWS,
     ),
 }
 # Zig knows the instruction sets of Arm by other names than the compilers for which cmake is made.
@@ -164,12 +195,15 @@ def make(name: str, into: Path) -> Path:
         shutil.rmtree(built, ignore_errors=True)
         (built / "lib").mkdir(parents=True)
         files = [
-            *bin_of["all"].glob(f"lib*.{target.system.suffix}"),
-            *(bin_of["all"] / tool for tool in build.TOOLS),
+            *bin_of["all"].glob(f"*.{target.system.suffix}"),
+            *(bin_of["all"] / (tool + target.system.program) for tool in build.TOOLS),
         ]
-        files += [*(bin_of["cpu"] / f"lib{name}.so" for name in every), root / target.cxx_library]
+        files += [
+            *(bin_of["cpu"] / target.module(name) for name in every),
+            root / target.cxx_library,
+        ]
         for file in files:
-            if file.stem != "libggml-cpu":
+            if file.name != target.library("ggml-cpu"):
                 shutil.copy(file, built / "lib")
         read = paths.PACKAGE / "bench" / "read.c"
         zig.run(["cc", "-O3", "-s", "-shared", "-fPIC", str(read), "-o", str(built / "read.so")])
@@ -237,10 +271,15 @@ class Zig:
         ours = ["-std=c++23", "-D_LIBCPP_BUILDING_LIBRARY", f"-I{cxx}", *system.flags]
         plain = ["-D_LIBUNWIND_IS_NATIVE_ONLY", f"-I{unwind.parent / 'include'}"]
         libc = f"-I{cxx.parent / 'libc'}"
+        left_out = {abi / "cxa_noexception.cpp"}
+        if system is WINDOWS:
+            left_out.add(abi / "stdlib_new_delete.cpp")  # which libc++ has too, and none is weak
+            # what is to be exported says so, as in LLVM's own build
+            ours += [f"-U_LIB{name}_DISABLE_VISIBILITY_ANNOTATIONS" for name in ("CPP", "CXXABI")]
         jobs = [
             ("c++", [*cxx.glob("*.cpp"), *cxx.glob("filesystem/*.cpp"), *cxx.glob("ryu/*.cpp")],
              [*ours, "-DLIBCXX_BUILDING_LIBCXXABI", "-DLIBC_NAMESPACE=__llvm_libc", libc]),
-            ("c++", set(abi.glob("*.cpp")) - {abi / "cxa_noexception.cpp"},
+            ("c++", set(abi.glob("*.cpp")) - left_out,
              [*ours, "-D_LIBCXXABI_BUILDING_LIBRARY", f"-I{abi}"]),
         ]  # fmt: skip
         if not system.has_unwinder:
@@ -249,6 +288,12 @@ class Zig:
                 ("cc", [*unwind.glob("UnwindLevel1*.c"), *unwind.glob("UnwindRegisters*.S")],
                  [*plain, "-fexceptions"]),
             ]  # fmt: skip
+        if system is WINDOWS:
+            jobs += [
+                ("c++", [*cxx.glob("support/win32/*.cpp")], ours),
+                # as C++ it would find the compiler's unwind.h before its own
+                ("cc", [unwind / "Unwind-seh.cpp"], [*plain, "-fno-exceptions", "-fno-rtti"]),
+            ]
         flags = ["-O2", "-fPIC", "-DNDEBUG", "-funwind-tables", "-w", *self._same_names(lib)]
         todo = [
             ([driver, *flags, *more, "-c", str(file)], objects / f"{file.parts[-3]}-{file.stem}.o")
@@ -258,18 +303,24 @@ class Zig:
         with ThreadPoolExecutor(build.default_jobs()) as pool:
             list(pool.map(lambda job: self.run([*job[0], "-o", str(job[1])]), todo))
         name = self.target.cxx_library
-        argv = ["cc", "-shared", "-s", "-nostdlib++", f"{system.named}{name}"]
+        named = system.named.format(name=name, path=self.root / name)
+        argv = ["cc", "-shared", "-s", "-nostdlib++", named]
         if system is LINUX:
             versions = objects / "versions.map"
             versions.write_text("SPARQ_1 { *; };\n", "utf-8")
             argv.append(f"-Wl,--version-script={versions}")
+        elif system is WINDOWS:
+            argv.append("-O2")  # or Zig writes the time into it
         self.run([*argv, *(str(file) for _, file in todo), "-o", str(self.root / name)])
 
     def toolchain(self, tree: Path, more: dict[str, str]) -> cmake.Toolchain:
         """The tools as cmake wants them: a program each, without arguments."""
         programs = {}
         zig = shlex.quote(str(self.folder / "zig"))
-        library = shlex.quote(str(self.root / self.target.cxx_library))
+        linked = [f"{self.root / self.target.cxx_library}{self.target.system.linked}"]
+        if self.target.system is WINDOWS:
+            linked.append(str(self._hidden()))
+        library = shlex.join(linked)
         # here, where a path may have spaces, which it may not in CFLAGS
         target = shlex.join(["-target", self.target.zig, *self._same_names(tree)])
         translated = [
@@ -309,6 +360,15 @@ class Zig:
         return cmake.Toolchain(
             compiler, probe.Probe((), flags, {}, openmp=False), more=tuple(definitions.items())
         )
+
+    def _hidden(self) -> Path:
+        """An object that keeps what Zig links into every library out of what a library exports,
+        which is all else; another that is linked with it would have that twice."""
+        text, made = self.root / "hidden.s", self.root / "hidden.o"
+        names = ",".join(("atexit", "_CRT_INIT", "__mingw_module_is_dll"))
+        text.write_text(f'.section .drectve,"yn"\n.ascii " -exclude-symbols:{names}"\n', "utf-8")
+        self.run(["cc", "-c", str(text), "-o", str(made)])
+        return made
 
     def _same_names(self, tree: Path) -> list[str]:
         """Options with which no path of this machine gets into what is compiled."""

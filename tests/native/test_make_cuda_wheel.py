@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyorch import __version__
+from pyorch import __version__, system
 from pyorch.native import carried_cuda, cuda, cuda_wheel, probe, wheel
 
 LINUX = wheel.TARGETS["linux-x86_64"]
@@ -58,7 +58,7 @@ def test_zig_links_for_the_glibc_of_the_other_wheel(host: Path) -> None:
 
 
 def test_what_the_package_has_and_needs(tmp_path: Path) -> None:
-    libraries = [tmp_path / probe.library(name) for name in ("ggml", "ggml-cuda")]
+    libraries = [tmp_path / system.library(name) for name in ("ggml", "ggml-cuda")]
     for file in libraries:
         file.write_text(file.name)
     (tmp_path / "source").mkdir()

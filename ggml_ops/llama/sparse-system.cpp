@@ -1,0 +1,183 @@
+#include "sparse-system.h"
+
+#include "llama-sparse-tools.h"
+
+#include "ggml-sparse.h"
+
+#include <algorithm>
+#include <cerrno>
+
+static constexpr uint64_t MOST = 1 << 30; // bytes of a call
+
+#ifdef _WIN32
+
+#include <windows.h>
+
+#include <fcntl.h>
+#include <io.h>
+
+#include <filesystem>
+
+int llama_sparse_file_open(const char * path) {
+    return _wopen(std::filesystem::u8path(path).c_str(), _O_RDONLY | _O_BINARY | _O_NOINHERIT);
+}
+
+void llama_sparse_file_close(int fd) {
+    _close(fd);
+}
+
+int64_t llama_sparse_file_size(int fd) {
+    return _filelengthi64(fd);
+}
+
+// done: ReadFile or WriteFile, which take the offset with them
+template <typename Data, typename F> static int64_t at_offset(F f, int fd, Data data, uint64_t n, uint64_t offset) {
+    OVERLAPPED where = {};
+    where.Offset     = (DWORD) offset;
+    where.OffsetHigh = (DWORD) (offset >> 32);
+    DWORD done = 0;
+    if (!f((HANDLE) _get_osfhandle(fd), data, (DWORD) std::min(n, MOST), &done, &where) && GetLastError() != ERROR_HANDLE_EOF) {
+        errno = GetLastError() == ERROR_DISK_FULL ? ENOSPC : EIO;
+        return -1;
+    }
+    return done;
+}
+
+int64_t llama_sparse_file_read(int fd, char * data, uint64_t n, uint64_t offset) {
+    return at_offset(ReadFile, fd, data, n, offset);
+}
+
+int64_t llama_sparse_file_write(int fd, const char * data, uint64_t n, uint64_t offset) {
+    return at_offset(WriteFile, fd, data, n, offset);
+}
+
+size_t llama_sparse_page_size() {
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+}
+
+bool llama_sparse_map_file(char *, size_t, int, uint64_t) {
+    return false;
+}
+
+bool llama_sparse_map_empty(char *, size_t) {
+    return false;
+}
+
+#else
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <system_error>
+#include <thread>
+
+int llama_sparse_file_open(const char * path) {
+    return open(path, O_RDONLY | O_CLOEXEC);
+}
+
+void llama_sparse_file_close(int fd) {
+    close(fd);
+}
+
+int64_t llama_sparse_file_size(int fd) {
+    struct stat file;
+    return fstat(fd, &file) == 0 ? (int64_t) file.st_size : -1;
+}
+
+// what f returns, once no signal has interrupted it
+template <typename F> static int64_t uninterrupted(F f) {
+    int64_t done;
+    do {
+        done = f();
+    } while (done < 0 && errno == EINTR);
+    return done;
+}
+
+int64_t llama_sparse_file_read(int fd, char * data, uint64_t n, uint64_t offset) {
+    return uninterrupted([&] { return pread(fd, data, std::min(n, MOST), (off_t) offset); });
+}
+
+int64_t llama_sparse_file_write(int fd, const char * data, uint64_t n, uint64_t offset) {
+    return uninterrupted([&] { return pwrite(fd, data, std::min(n, MOST), (off_t) offset); });
+}
+
+size_t llama_sparse_page_size() {
+    return sysconf(_SC_PAGESIZE);
+}
+
+bool llama_sparse_map_file(char * at, size_t n, int fd, uint64_t offset) {
+    return mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, (off_t) offset) != MAP_FAILED;
+}
+
+bool llama_sparse_map_empty(char * at, size_t n) {
+    return mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS, -1, 0) != MAP_FAILED;
+}
+
+// The end of a pipe that a handler writes to, which is about all that a handler may do; a thread reads at the other end
+static int signal_pipe = -1;
+
+static void on_signal(int signal) {
+    const int     err  = errno;
+    const uint8_t byte = (uint8_t) signal;
+    while (write(signal_pipe, &byte, 1) < 0 && errno == EINTR) {
+    }
+    errno = err;
+}
+
+void llama_sparse_signals(void (*handler)(int)) {
+    int ends[2];
+    if (pipe(ends) != 0) {
+        return;
+    }
+    fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+    fcntl(ends[1], F_SETFD, FD_CLOEXEC);
+    try {
+        std::thread([handler, fd = ends[0]] {
+            uint8_t byte;
+            for (ssize_t n; (n = read(fd, &byte, 1)) == 1 || (n < 0 && errno == EINTR);) {
+                if (n == 1) {
+                    handler(byte);
+                }
+            }
+        }).detach();
+    } catch (const std::system_error &) {
+        close(ends[0]);
+        close(ends[1]);
+        return; // no more threads
+    }
+    signal_pipe = ends[1];
+    struct sigaction action = {};
+    action.sa_handler = on_signal;
+    sigaction(SIGINT,  &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+}
+
+#endif
+
+bool llama_sparse_drop_pages(char * at, size_t n) {
+#if defined(__linux__)
+    return madvise(at, n, MADV_DONTNEED) == 0; // refused for pages that are locked
+#else
+    (void) at;
+    (void) n;
+    return false;
+#endif
+}
+
+void llama_sparse_huge_pages(char * at, size_t n) {
+#if defined(__linux__)
+    constexpr uintptr_t PAGE = GGML_SPARSE_HUGE_PAGE;
+    const uintptr_t first = ((uintptr_t) at + PAGE - 1)/PAGE*PAGE, last = ((uintptr_t) at + n)/PAGE*PAGE;
+    if (last >= first + 2*PAGE) {
+        madvise((void *) first, last - first, MADV_HUGEPAGE); // a wish: where the kernel refuses, nothing is lost
+    }
+#else
+    (void) at;
+    (void) n;
+#endif
+}

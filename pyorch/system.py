@@ -1,0 +1,202 @@
+"""What Windows does in another way than Linux and macOS, so that no other module needs to know.
+
+Nothing is compiled on Windows: the library comes with the wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+IS_WINDOWS = sys.platform == "win32"
+KILLED = -9  # `returncode` of a process that SIGKILL ended, or the system when memory ran out
+# what asks a program to end
+ENDING = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+
+if sys.platform == "win32":
+    import ctypes
+    import msvcrt
+    from ctypes import wintypes
+
+    _FATAL = {  # the codes of processes that died
+        0xC0000005: "an access violation",
+        0xC000001D: "an illegal instruction",
+        0xC0000094: "a division by zero",
+        0xC00000FD: "a stack overflow",
+        0xC0000409: "abort()",
+    }
+    _KERNEL = ctypes.WinDLL("kernel32", use_last_error=True)
+
+    def program(name: str) -> str:
+        """The file name of a program."""
+        return f"{name}.exe"
+
+    def library(name: str) -> str:
+        """The file name of a shared library of ggml."""
+        return f"{name}.dll"
+
+    class _Whole(ctypes.CDLL):
+        others: list[ctypes.CDLL]
+
+        def __getitem__(self, name: str | int) -> Any:
+            for lib in (super(), *self.others):
+                with suppress(AttributeError):
+                    return lib.__getitem__(name)
+            raise AttributeError(name)
+
+    def with_ggml(lib: Any) -> None:
+        """Let a library have the functions of ggml, which it is linked with. Here it has its own
+        alone."""
+        names = ("ggml", "ggml-base", "ggml-rpc")
+        folder = os.path.dirname(lib._name)
+        lib.others = [ctypes.CDLL(os.path.join(folder, library(name))) for name in names]
+        lib.__class__ = _Whole
+
+    def died(code: int) -> str:
+        """What ended a process with this `returncode`; "" if it ended by itself."""
+        return _FATAL.get(code & 0xFFFFFFFF, "")
+
+    def crashed(code: int) -> bool:
+        """Whether that was the fault of what it ran."""
+        return bool(died(code))
+
+    def quiet_crashes() -> None:
+        """This process leaves no memory dump when it dies, and shows no window."""
+        _KERNEL.SetErrorMode(0x0003)
+
+    def given(*fds: int) -> dict[str, Any]:
+        """The arguments of `Popen` with which a child holds these files too. Here none does."""
+        return {}
+
+    def open_shared(path: os.PathLike[str], mode: int = 0o666) -> int:
+        """A descriptor to read and write a file, made if it is not there, which others may rename
+        or remove meanwhile."""
+        create = _KERNEL.CreateFileW
+        create.restype = wintypes.HANDLE
+        create.argtypes = [wintypes.LPCWSTR, *[wintypes.DWORD] * 2, ctypes.c_void_p]
+        create.argtypes += [*[wintypes.DWORD] * 2, wintypes.HANDLE]
+        read_write, share_all, open_always = 0xC0000000, 7, 4
+        handle = create(os.fspath(path), read_write, share_all, None, open_always, 0x80, None)
+        if handle == wintypes.HANDLE(-1).value:
+            raise ctypes.WinError(ctypes.get_last_error())
+        return msvcrt.open_osfhandle(handle, os.O_BINARY)
+
+    def make_private(fd: int) -> None:
+        """A folder of the user's is readable by nobody else."""
+
+    def lock(fd: int, wait: bool = False) -> bool:
+        """Lock a file until it is closed. False: another process has it."""
+        exclusive, at_once, is_locked = 2, 1, 33
+        where = (ctypes.c_uint32 * 8)()  # OVERLAPPED: a byte far behind the end of any file,
+        where[5] = 1 << 30  # because nobody else may read or write one that is locked
+        handle = wintypes.HANDLE(msvcrt.get_osfhandle(fd))
+        if _KERNEL.LockFileEx(handle, exclusive | (not wait) * at_once, 0, 1, 0, where):
+            return True
+        if ctypes.get_last_error() == is_locked and not wait:
+            return False
+        raise ctypes.WinError(ctypes.get_last_error())
+
+    def read_at(fd: int, n: int, at: int) -> bytes:
+        """Up to n bytes of a file, from an offset on."""
+        os.lseek(fd, at, os.SEEK_SET)
+        return os.read(fd, n)
+
+    def write_at(fd: int, raw: bytes | memoryview, at: int) -> int:
+        """Write to a file from an offset on. Returns how many bytes the system took."""
+        os.lseek(fd, at, os.SEEK_SET)
+        return os.write(fd, raw)
+
+    def memory() -> tuple[int, int]:
+        """Bytes of main memory: all of it, and what can be used without swapping."""
+        status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX, whose first two fields are shorter
+        _KERNEL.GlobalMemoryStatusEx(status)
+        return status[1], status[2]
+
+    @contextmanager
+    def no_interrupt() -> Iterator[None]:
+        """A process that is started in this block does not get Ctrl-C. Here it does."""
+        yield
+
+else:
+    import fcntl
+    import resource
+
+    def program(name: str) -> str:
+        """The file name of a program."""
+        return name
+
+    def library(name: str) -> str:
+        """The file name of a shared library of ggml, such as `libggml-cpu.so`."""
+        return f"lib{name}.{'dylib' if sys.platform == 'darwin' else 'so'}"
+
+    def with_ggml(lib: Any) -> None:
+        """Let a library have the functions of ggml, which it is linked with."""
+
+    def died(code: int) -> str:
+        """What ended a process with this `returncode`; "" if it ended by itself."""
+        if code >= 0:
+            return ""
+        try:
+            name, said = signal.Signals(-code).name, (signal.strsignal(-code) or "").lower()
+        except ValueError:
+            return f"signal {-code}"
+        return f"{name} ({'out of memory?' if code == KILLED else said})"
+
+    def crashed(code: int) -> bool:
+        """Whether that was the fault of what it ran."""
+        faults = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
+        return -code in faults
+
+    def quiet_crashes() -> None:
+        """This process leaves no memory dump when it dies."""
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def given(*fds: int) -> dict[str, Any]:
+        """The arguments of `Popen` with which a child holds these files too, and their locks."""
+        return {"pass_fds": fds}
+
+    def open_shared(path: os.PathLike[str], mode: int = 0o666) -> int:
+        """A descriptor to read and write a file, made if it is not there, which others may rename
+        or remove meanwhile. A link is refused."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
+
+    def make_private(fd: int) -> None:
+        """Let nobody else read a file."""
+        if os.fstat(fd).st_mode & 0o077:
+            with suppress(PermissionError):  # a file system without modes
+                os.fchmod(fd, 0o600)
+
+    def lock(fd: int, wait: bool = False) -> bool:
+        """Lock a file until it is closed. False: another process has it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
+
+    def read_at(fd: int, n: int, at: int) -> bytes:
+        """Up to n bytes of a file, from an offset on."""
+        return os.pread(fd, n, at)
+
+    def write_at(fd: int, raw: bytes | memoryview, at: int) -> int:
+        """Write to a file from an offset on. Returns how many bytes the system took."""
+        return os.pwrite(fd, raw, at)
+
+    def memory() -> tuple[int, int]:
+        """Bytes of main memory: all of it, and what can be used without swapping, where the system
+        says that so easily."""
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return installed, installed
+
+    @contextmanager
+    def no_interrupt() -> Iterator[None]:
+        """A process that is started in this block gets no Ctrl-C, from its first moment on."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
