@@ -118,7 +118,12 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
             "cuda": f"nvcc {release}; {';'.join(archs)}",
             "compiler": f"{zig.version}, {host.version}",
         }
-        licenses = {"llama.cpp": tree / "src", "zig": zig.folder}
+        templates = root / "nvidia-cuda-cccl"  # which are compiled in
+        templates.mkdir(exist_ok=True)
+        for path in metadata.files(templates.name) or ():
+            if path.name.lower().startswith("license"):
+                shutil.copy(path.locate(), templates / "LICENSE")
+        licenses = {"llama.cpp": tree / "src", "zig": zig.folder, templates.name: templates}
         return pack(root / "package", libraries, licenses, stamp, target.tag, into)
 
 
@@ -143,9 +148,6 @@ def pack(
         shutil.copy(file, package)
     (package / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
     wheel.copy_licenses(package / "licenses", licenses)
-    for path in metadata.files("nvidia-cuda-cccl") or ():  # whose templates are compiled in
-        if "license" in path.name.lower():
-            shutil.copy(path.locate(), package / "licenses" / "nvidia-cuda-cccl.txt")
     major = int(carried_cuda.MAJOR)
     needed = [f"nvidia-{name}>={major}.0,<{major + 1}" for name in ("cublas", "cuda-runtime")]
     text = _PYPROJECT.format(
