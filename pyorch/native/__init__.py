@@ -49,7 +49,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
         if build.has_bindings() and (found := build.find(options, tools)):
             break
     with_cuda = found is not None and bool(options.cuda)
-    packaged = not with_cuda and carried_cuda.usable()[0] is not None
+    packaged = not with_cuda and carried_cuda.installed() is not None
     came = carried.find() if packaged or not (found or stock) else None
     came_with_cuda = came is not None and came.name.startswith(carried_cuda.NAME)
     if came and not stock and (came_with_cuda or not found):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import sys
 import time
@@ -45,7 +46,12 @@ def find() -> Path | None:
         SparqError: as in `find_cpu`.
     """
     cpu = find_cpu()
-    return cpu and (carried_cuda.find(cpu)[0] or cpu)
+    if cpu is None:
+        return None
+    with_cuda, why = carried_cuda.find(cpu)
+    if why and os.environ.get("SPARQ_CUDA") != "0":  # who sets that knows
+        say(f"{carried_cuda.PACKAGE} is not used: {why}")
+    return with_cuda or cpu
 
 
 def find_cpu() -> Path | None:

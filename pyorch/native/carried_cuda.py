@@ -3,8 +3,8 @@
 The package has the backend and a libggml that is linked with it, of the same sources;
 `pyorch/native/cuda_wheel.py` makes it. Where there is a GPU for it, a second folder of the cache
 gets the libraries and tools of the CPU with that libggml, and links to the backend and to NVIDIA's
-libraries, which lie in this environment. What cannot be used is told by `doctor`, and the CPU's
-folder is used.
+libraries, which lie in this environment. Where it cannot be used, each command says why, and the
+CPU's folder is used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _NEEDED = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13")
 
 
-def usable() -> tuple[Path | None, str]:
-    """The package's folder; or None and why CUDA is not used, "" where the package is not."""
+def installed() -> Path | None:
+    """The folder of the package, None where it is not."""
     spec = importlib.util.find_spec(MODULE)
     if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
+
+
+def usable() -> tuple[Path | None, str]:
+    """The package's folder; or None and why CUDA is not used, "" where the package is not."""
+    folder = installed()
+    if folder is None:
         return None, ""
-    folder = Path(spec.submodule_search_locations[0])
     stamp = build.read_stamp(folder)
     if stamp is None or stamp["inputs"] != build.sources(build.Options(cuda="any")):
         return None, "it is of other sources than these"
@@ -102,7 +109,6 @@ def _make(cpu: Path, package: Path, nvidia: Path, target: Path) -> None:
         fault = error.message
     if fault:
         stamp["off"] |= {"cuda": f"it does not work here: {fault}"}
-        say(f"{PACKAGE} is not used: {stamp['off']['cuda']}")
         shutil.rmtree(partial)
         partial.mkdir()
     (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")

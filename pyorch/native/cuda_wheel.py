@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pyorch import __version__, children, paths, system
+from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.native import build, carried_cuda, cmake, cuda, probe, source, wheel
 from pyorch.progress import progress_bar, say
@@ -148,14 +148,14 @@ def pack(
         shutil.copy(file, package)
     (package / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
     wheel.copy_licenses(package / "licenses", licenses)
-    major = int(carried_cuda.MAJOR)
+    major, version = int(carried_cuda.MAJOR), metadata.version("sparq-cpp")
     needed = [f"nvidia-{name}>={major}.0,<{major + 1}" for name in ("cublas", "cuda-runtime")]
     text = _PYPROJECT.format(
         name=carried_cuda.PACKAGE,
         module=carried_cuda.MODULE,
-        version=__version__,
+        version=version,
         archs=f"sm_{', sm_'.join(stamp['archs'])}",
-        dependencies=json.dumps([f"sparq-cpp=={__version__}", *needed]),
+        dependencies=json.dumps([f"sparq-cpp=={version}", *needed]),
         hook=paths.REPOSITORY / "hatch_build.py",
     )
     (folder / "pyproject.toml").write_text(text, "utf-8")

@@ -130,12 +130,16 @@ def refuse(what: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_where_it_cannot_be_used_the_cpu_is(
     cpu: Path, tried: list[str], world: Path, monkeypatch: pytest.MonkeyPatch, run: Run,
-    what: str, why: str,
+    capsys: pytest.CaptureFixture[str], what: str, why: str,
 ) -> None:  # fmt: skip
+    """Every command says so, but for a user who has switched it off."""
     refuse(what, world, monkeypatch)
     found, said = carried_cuda.find(cpu)
     assert found is None and said.startswith(why) and bool(said) == bool(why)
     assert native.find() == cpu and tried == []
+    silent = not why or what == "switched off"
+    err = capsys.readouterr().err
+    assert err == ("" if silent else f"sparq-cpp: sparq-cpp-cuda is not used: {said}\n")
     told = json.loads(run("doctor", "--json")[1])["off"].get("cuda", "")
     assert told == (f"sparq-cpp-cuda is not used: {said}" if why else "")
 
@@ -173,7 +177,7 @@ def test_one_that_does_not_work_is_tried_once_for_a_driver(
     assert native.find() == cpu and native.find() == cpu and len(tried) == 1
     err = capsys.readouterr().err
     why = "driver version is insuff" if raised else "by f32 (CUDA0) is wrong by 90%"
-    assert err.count("\n") == 1 and "sparq-cpp-cuda is not used: it does not work here: " in err
+    assert err.count("sparq-cpp-cuda is not used: it does not work here: ") == 2, "it is told again"
     assert why in err and why in carried_cuda.find(cpu)[1]
     (world / "driver").write_text("another")
     assert native.find() == cpu and len(tried) == 2
