@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,8 +81,12 @@ def on_gpus(native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_gpus_are_tried(on_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_DEVICES", "2")
     assert smoke.fault(on_gpus, gpu=True) is None
-    monkeypatch.setattr(smoke, "WRONG", -1.0)
-    first, last = smoke.check(on_gpus, gpu=True)
+    # in a process of its own: the devices would stay, and later tests put models there
+    code = "import json, pathlib, sys; from pyorch.native import smoke; smoke.WRONG = -1.0; "
+    code += "print(json.dumps(list(smoke.check(pathlib.Path(sys.argv[1]), gpu=True))))"
+    argv = [sys.executable, "-c", code, str(on_gpus)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    first, last = json.loads(done.stdout.splitlines()[-1])
     assert first["case"] == "multiplying 1 token by f32 (FAKE0)" and "how" in last
 
 
