@@ -164,6 +164,20 @@ def test_a_wheel_with_the_library_needs_no_compiler(tmp_path: Path) -> None:
     assert not (packages / "pyorch").exists() and foreign.is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wheel", sorted(DIST.glob("*.whl")), ids=lambda wheel: wheel.stem)
+def test_a_wheel_is_small_and_tells_nothing_of_the_machine(wheel: Path) -> None:
+    """So that it fits the package index, and another run makes the same bytes."""
+    limit = 100e6 if wheel.name.startswith("sparq_cpp_cuda") else 30e6
+    assert wheel.stat().st_size < limit
+    private = [bytes(paths.REPOSITORY), bytes(Path.home() / ".cache")]
+    with zipfile.ZipFile(wheel) as archive:
+        assert len({info.date_time for info in archive.infolist()}) == 1
+        for name in archive.namelist():
+            data = archive.read(name)
+            assert not any(path in data for path in private), name
+
+
 needs_both = pytest.mark.skipif(
     not (BUILT and WITH_CUDA), reason="`make wheels` and `make wheel-cuda` have put none into dist/"
 )

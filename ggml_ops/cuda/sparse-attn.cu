@@ -4,8 +4,7 @@
 //   VISIBLE       visible                          1
 //   SCORE         score                            1
 //   SELECT        (sum_runs), select_small         1 to 3: sum_runs with several query heads per KV head, rest or top_p
-//              or (sum_runs), list_keys, select            more than 4,096 positions
-//              or (sum_runs), (rank_keys), select          top_p, or more than two million; rank_keys with several query heads per KV head
+//              or (sum_runs), list_keys, select            more than 4,096 positions, or top_p
 //   SCORE_SELECT  score, and SELECT without sum_runs       2 or 3
 //   ATTEND        attend, (merge)                  1 or 2: merge where a head is split over blocks
 //   SCORE_SELECT and ATTEND of a layer, on Hopper and later: layer, 1
@@ -229,8 +228,8 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     a.bits = bits.get();
     a.list = list.get();
 
-    const bool is_small = n_kv <= N_SMALL && a.top_p == 0.0f, is_listed = !is_small && a.n_list <= LIST_MAX && a.top_p == 0.0f;
-    if (is_listed) {
+    const bool is_small = n_kv <= N_SMALL && a.top_p == 0.0f;
+    if (!is_small) {
         a.count = count.alloc(n_heads*a.n_list);
     }
     if (!run_max && wants_sums(p, a.n_group_q)) {
@@ -241,21 +240,17 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     if (a.n_group_q > 1) {
         a.key = key.alloc(n_heads*n_kv);
     }
-    const dim3 lists(a.n_list, a.n_head_kv, n_row), heads(a.n_head_kv, n_row);
+    const dim3 heads(a.n_head_kv, n_row);
     if (is_small) {
         SPARQ_LAUNCH(select_small, heads, dim3(N_THREAD), ctx.stream(), a);
         return;
     }
-    if (is_listed) {
-        // as many blocks as threads have room for at once: each guesses the cut first
-        const int64_t n_x = std::min(a.n_list, std::max<int64_t>(1, 8*n_sm(ctx)/n_heads));
-        SPARQ_LAUNCH(list_keys, dim3(n_x, a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
-    } else if (a.n_group_q > 1) {
-        SPARQ_LAUNCH(rank_keys, lists, dim3(N_THREAD), ctx.stream(), a);
-    }
+    // as many blocks as threads have room for at once: each guesses the cut first
+    const int64_t n_x = std::min(a.n_list, std::max<int64_t>(1, 8*n_sm(ctx)/n_heads));
+    SPARQ_LAUNCH(list_keys, dim3(n_x, a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
     // what is listed at most, but for one head in a million: what its threads do not hold, a block reads again and again
     const float rank = sample_rank((float) a.topk_max*N_SAMPLE/n_kv), n_listed = (1.25f*rank + 6.0f*sqrtf(rank) + 12.0f)*n_kv/N_SAMPLE + a.n_forced;
-    if (is_listed && n_listed < 256*8) {
+    if (a.top_p == 0.0f && n_listed < 256*8) {
         SPARQ_LAUNCH((select<256, 8>), heads, dim3(256), ctx.stream(), a);
     } else {
         SPARQ_LAUNCH((select<TOP_P_THREADS, 8>), heads, dim3(TOP_P_THREADS), ctx.stream(), a);
@@ -461,7 +456,7 @@ bool is_shadow(const ggml_tensor * k_t, const ggml_tensor * k_range) {
 bool is_on_host(const ggml_tensor * t) { return t && t->buffer && ggml_backend_buffer_is_host(t->buffer); }
 
 constexpr int64_t GRID_MAX = 65535;   // blocks along y and z
-constexpr int64_t N_KV_MAX = 1 << 30; // cells are numbered in 32 bits, with room for a stride
+constexpr int64_t N_KV_MAX = LIST_MAX*LIST_KEYS; // two million positions
 
 } // namespace
 

@@ -11,8 +11,8 @@ struct select_args {
     const float * logits;               // [row][n_head][n_kv]
     float       * key;                  // [row][n_head_kv][n_kv] what is ranked; NULL where a KV head has one query head: then it is the logits
     float       * run_max, * run_sum;   // [row][n_head][n_run]; where a KV head has several query heads, or rest or top_p is wanted
-    unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch of select_scan(): the forced cells
-    int2        * list;                 // [row][n_head_kv][n_list*LIST_KEYS] cells near or above the cut, with their orders; scratch of select_scan()
+    unsigned    * bits;                 // [row][n_head_kv][n_bits] scratch: the forced cells, where keys are read again, or top_p is wanted
+    int2        * list;                 // [row][n_head_kv][n_list*LIST_KEYS] cells near or above the cut, with their orders; scratch of keep_top_p()
     int2        * count;                // [row][n_head_kv][n_list] of each part of them: how many, with the forced ones << 16, and the guessed cut
     int32_t     * res;                  // [row][n_head_kv][1 + n_group_q + topk_max]
     int64_t n_kv, n_run, n_bits, n_list;
@@ -20,16 +20,20 @@ struct select_args {
     float   top_p;                      // in (0, 1), or 0
 };
 
-// a KV head of a row: its number, what its token wants, and where its selection goes
+// a KV head of a row: its number, what its token wants, what is ranked, the marks of forced cells, and where its selection goes
 struct head_place {
     int64_t u;
     const int32_t * kl, * forced;
+    const float * key;
+    unsigned    * bits;
     int32_t * res;
 
     __device__ __forceinline__ head_place(const select_args & a, unsigned h_kv, unsigned row) : u((int64_t) row*a.n_head_kv + h_kv) {
         const int2 token = split_index(row, a.n_tok);
         kl     = a.kl.at<const int32_t>(token.y, 0, token.x);
         forced = a.forced.at<const int32_t>(token.y, 0, token.x);
+        key    = (a.n_group_q > 1 ? a.key : a.logits) + u*a.n_kv;
+        bits   = a.bits + u*a.n_bits;
         res    = a.res + u*(1 + a.n_group_q + a.topk_max);
     }
 };
@@ -64,25 +68,6 @@ __device__ __forceinline__ T block_sum(T x, T * buf) {
     }
     __syncthreads();
     return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
-}
-
-// the sum of x over the threads before this one; total: over all. buf [NT/32]
-template <int NT>
-__device__ __forceinline__ int64_t block_before(int64_t x, int64_t * total, int64_t * buf) {
-    const int w = threadIdx.x/32;
-    int64_t before = warp_prefix(x);
-    __syncthreads(); // the last one was read
-    if (threadIdx.x % 32 == 31) {
-        buf[w] = before;
-    }
-    __syncthreads();
-    before -= x;
-    *total = 0;
-    for (int j = 0; j < NT/32; ++j) {
-        before += j < w ? buf[j] : 0;
-        *total += buf[j];
-    }
-    return before;
 }
 
 } // namespace sparse_cuda

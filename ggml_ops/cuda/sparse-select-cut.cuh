@@ -2,7 +2,7 @@
 
 // Step 2: the cut of a selection whose orders the threads of a block hold, or read again and again; the cells above it, in their order.
 
-#include "sparse-device.cuh"
+#include "sparse-select-args.cuh"
 
 namespace sparse_cuda {
 
@@ -120,6 +120,94 @@ __device__ __forceinline__ int cut_of(counter<NT> & block, int n, int k, int n_i
         for_each([&](int o) { c += o >= from; });
         return c;
     });
+}
+
+// writes n_sel cells of those that for_all(f) gives a warp in order, as f((cell, order))
+template <int NT, typename F>
+__device__ __forceinline__ int write_cells(cell_writer<NT> to, int n_sel, const F & for_all) {
+    for_all([&](int2 x) { to.see(x.y); });
+    to.start(n_sel);
+    for_all([&](int2 x) { to.write(x.y, x.x); });
+    return n_sel;
+}
+
+// the k largest of n cells, n_in of them forced, ties to the lower cell -> cells, ascending; returns how many. They are read again and again
+template <int NT, typename F>
+__device__ __forceinline__ int select_read(counter<NT> & block, int n, int k, int n_in, int32_t * cells, int2 * n_warp, const F & for_all) {
+    const int cut = cut_of(block, n, k, n_in, [&](const auto & f) { for_all([&](int2 x) { f(x.y); }); });
+    return write_cells<NT>({ cells, n_warp, cut }, min(n, max(k, 0)), for_all);
+}
+
+// a warp's part of n things
+template <int NT>
+struct warp_share {
+    int begin, end;
+
+    __device__ __forceinline__ explicit warp_share(int n) {
+        const int per = (n + NT - 1)/NT*32;
+        begin = min((int) threadIdx.x/32*per, n);
+        end   = min(begin + per, n);
+    }
+
+    // f(of(i)) for each, in order; by whole warps, so the lanes that have none get (-1, ORDER_HIDDEN)
+    template <typename OF, typename F>
+    __device__ __forceinline__ void for_all(const OF & of, const F & f) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll 4
+        for (int i = begin; i < end; i += 32) {
+            f(i + lane < end ? of(i + lane) : make_int2(-1, ORDER_HIDDEN));
+        }
+    }
+};
+
+// ---- all keys of a head, by one block ----
+
+// a mark of cell t as forced; 1: it is visible and was not marked yet
+__device__ __forceinline__ int mark(const head_place & at, int32_t t, int64_t n) {
+    return t >= 0 && t < n && order_of(at.key[t]) != ORDER_HIDDEN && !(atomicOr(&at.bits[t/32], 1u << t % 32) >> t % 32 & 1);
+}
+
+// marks the local window and the sinks, at most topk_max of them. Returns how many; ends at a barrier
+template <int NT>
+__device__ __forceinline__ int mark_forced(counter<NT> & block, const select_args & a, const head_place & at) {
+    const auto mark_entry = [&](int j) { return is_forced_entry(a, j, at.kl[1]) ? mark(at, at.forced[j], a.n_kv) : 0; };
+    for (int round = 0; ; ++round) {
+        for (int64_t j = threadIdx.x; j < a.n_bits; j += NT) {
+            at.bits[j] = 0;
+        }
+        __syncthreads();
+        int n = 0;
+        if (round == 0) {
+            for (int j = threadIdx.x; j < a.n_forced; j += NT) {
+                n += mark_entry(j);
+            }
+        } else if (threadIdx.x == 0) { // there are too many: in their order, which is that of their importance
+            for (int j = 0; j < a.n_forced && n < a.topk_max; ++j) {
+                n += mark_entry(j);
+            }
+        }
+        n = block.sum(n);
+        if (n <= a.topk_max) {
+            return n;
+        }
+    }
+}
+
+// of a cell with its mark, as that is now: atomics do not change what L1 holds
+__device__ __forceinline__ int order_at(const head_place & at, int t) {
+    return __ldcg(&at.bits[t/32]) >> t % 32 & 1 ? ORDER_FORCED : order_of(at.key[t]);
+}
+
+// the k largest of what is visible, n_in of them marked -> cells; returns how many
+template <int NT>
+__device__ __forceinline__ int select_all(counter<NT> & block, const select_args & a, const head_place & at, int k, int n_in, int32_t * cells, int2 * n_warp) {
+    const warp_share<NT> mine((int) a.n_kv);
+    const auto for_all = [&](const auto & f) {
+        mine.for_all([&](int t) { return make_int2(t, order_at(at, t)); }, f);
+    };
+    int n = 0;
+    for_all([&](int2 x) { n += x.y != ORDER_HIDDEN; });
+    return select_read(block, block.sum(n), k, n_in, cells, n_warp, for_all);
 }
 
 } // namespace sparse_cuda

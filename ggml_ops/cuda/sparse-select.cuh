@@ -4,11 +4,9 @@
 //
 // A short head is one block's, whose threads hold all its keys (select_small). A long one is listed first, by many blocks: each guesses the cut from
 // the same sample and lists those of its cells that reach it (list_keys); then a block finds the cut among what was listed (select). The result does
-// not depend on the guess: where it was too high, select_scan() does it all again.
+// not depend on the guess: where it was too high, the block reads all keys.
 
-#include "sparse-select-args.cuh"
-#include "sparse-select-cut.cuh"
-#include "sparse-select-scan.cuh"
+#include "sparse-select-top-p.cuh"
 
 namespace sparse_cuda {
 
@@ -74,38 +72,15 @@ __device__ __forceinline__ void mark_cells(const select_args & a, const int32_t 
     __syncthreads();
 }
 
-// for select_scan() alone, with several query heads: their keys
-static __global__ void __launch_bounds__(N_THREAD) rank_keys(const select_args a) {
-    begin_kernel();
-    constexpr int N = LIST_KEYS/N_THREAD;
-    __shared__ float top[G_MAX], inv[G_MAX];
-    const head_place at(a, blockIdx.y, blockIdx.z);
-    if (at.kl[0] < 0) {
-        return;
-    }
-    const int64_t u = at.u, head = u*a.n_group_q;
-    softmax_heads(a, head, top, inv);
-    int   t[N];
-    float key[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        t[j] = blockIdx.x*LIST_KEYS + j*N_THREAD + threadIdx.x;
-    }
-    load_keys(key, a, a.logits + head*a.n_kv, top, inv, t);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        if (t[j] < a.n_kv) {
-            a.key[u*a.n_kv + t[j]] = key[j];
-        }
-    }
-}
-
 // an order that somewhat more than k keys of a head reach, from a sample of them; the work of a block
 __device__ __forceinline__ int guess_cut(
         const select_args & a, counter<N_THREAD> & block, const float * logits, const float * top, const float * inv, int wanted) {
     constexpr int N_OWN = N_SAMPLE/N_THREAD; // of a thread
     const int n = (int) a.n_kv;
     int guess = ORDER_HIDDEN + 1; // all that is visible
+    if (n <= N_SMALL) {
+        return guess;
+    }
     const float want = (float) min(wanted, a.topk_max)*N_SAMPLE/n, rank = sample_rank(want);
     if (rank < N_SAMPLE/2) {
         int   t[N_OWN], y[N_OWN];
@@ -287,31 +262,16 @@ template <int NT>
 __device__ __forceinline__ int select_listed(counter<NT> & block, const select_args & a, int64_t u, const int * first, int n, int k, int n_in, int32_t * cells,
         int2 * n_warp) {
     const int per = ((int) a.n_list + NT/32 - 1)/(NT/32), b0 = min((int) threadIdx.x/32*per, (int) a.n_list), b1 = min(b0 + per, (int) a.n_list);
-    const int n_sel = min(n, max(k, 0)), lane = threadIdx.x % 32;
-    const auto list_of = [&](int b) { return a.list + (u*a.n_list + b)*LIST_KEYS; };
-    cell_writer<NT> to = { cells, n_warp, cut_of(block, n, k, n_in, [&](const auto & f) {
-                              for (int b = b0; b < b1; ++b) {
-                                  const int2 * list = list_of(b);
-#pragma unroll 4
-                                  for (int j = lane; j < first[b + 1] - first[b]; j += 32) {
-                                      f(list[j].y);
-                                  }
-                              }
-                          }) };
-    const auto for_all = [&](const auto & f) { // by whole warps
+    return select_read(block, n, k, n_in, cells, n_warp, [&](const auto & f) { // by whole warps
         for (int b = b0; b < b1; ++b) {
-            const int2 * list = list_of(b);
-            const int c = first[b + 1] - first[b];
-#pragma unroll 2
+            const int2 * list = a.list + (u*a.n_list + b)*LIST_KEYS;
+            const int c = first[b + 1] - first[b], lane = threadIdx.x % 32;
+#pragma unroll 4
             for (int j = 0; j < c; j += 32) {
                 f(j + lane < c ? list[j + lane] : make_int2(-1, ORDER_HIDDEN));
             }
         }
-    };
-    for_all([&](int2 x) { to.see(x.y); });
-    to.start(n_sel);
-    for_all([&](int2 x) { to.write(x.y, x.x); });
-    return n_sel;
+    });
 }
 
 // what a selection ends with: n_sel cells are there
@@ -372,13 +332,14 @@ static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_
     }
     counter<N_THREAD> block = { part };
     n = block.sum(n);
-    const int n_in = n >> 16, k = max(min(kl[0], a.topk_max), n_in);
+    const int n_in = n >> 16, want = min(kl[0], a.topk_max);
+    int32_t * cells = res + 1 + a.n_group_q;
     int n_sel;
     if (n_in <= a.topk_max) {
-        n_sel = select_held<N_THREAD>(block, x, [&](int j) { return (w*per + j)*32 + lane; }, per, n & 0xFFFF, k, n_in, res + 1 + a.n_group_q, n_warp);
+        n_sel = select_held<N_THREAD>(block, x, [&](int j) { return (w*per + j)*32 + lane; }, per, n & 0xFFFF, max(want, n_in), n_in, cells, n_warp);
     } else { // the keys of all threads are in memory since the barrier
-        const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
-        n_sel = select_scan<N_THREAD>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), at.forced, kl, res + 1 + a.n_group_q);
+        const int n_mark = mark_forced(block, a, at);
+        n_sel = select_all(block, a, at, max(want, n_mark), n_mark, cells, n_warp);
     }
     finish_select<N_THREAD>(a, u, res, n_sel);
 }
@@ -422,27 +383,30 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     const head_place at(a, blockIdx.x, blockIdx.y);
     const int64_t u = at.u;
     const int32_t * kl = at.kl;
-    int32_t * res = at.res;
+    int32_t * res = at.res, * cells = res + 1 + a.n_group_q;
     if (kl[0] < 0) {
         select_every<NT>(a, res);
         return;
     }
     const int w = threadIdx.x/32, lane = threadIdx.x % 32;
     counter<NT> block = { part };
-    int n = 0, n_in = 0, guess = 0;
-    if (a.count) {
-        const int2 * count = a.count + u*a.n_list;
-        guess = count[0].y;
-        n = place_lists<NT>(first, n_in, count, a.n_list, n_warp);
-        n_in = block.sum(n_in); // with a barrier
+    const int2 * count = a.count + u*a.n_list;
+    const int guess = count[0].y;
+    int n_in = 0;
+    const int n = place_lists<NT>(first, n_in, count, a.n_list, n_warp);
+    n_in = block.sum(n_in); // with a barrier
+    const bool is_top_p = NT == TOP_P_THREADS && a.top_p > 0.0f;
+    int k = max(min(kl[0], a.topk_max), n_in);
+    const bool is_read = n_in > a.topk_max || (n < k && guess != ORDER_HIDDEN + 1);
+    if (is_read || is_top_p) {
+        n_in = mark_forced(block, a, at);
+        k    = max(min(kl[0], a.topk_max), n_in);
     }
-    const int k = max(min(kl[0], a.topk_max), n_in);
     int n_sel;
-    if (!a.count || n_in > a.topk_max || (n < k && guess != ORDER_HIDDEN + 1)) {
-        const float * keys = a.n_group_q > 1 ? a.key + u*a.n_kv : a.logits + u*a.n_kv;
-        n_sel = select_scan<NT>(a, u, keys, (int32_t *) (a.list + u*a.n_list*LIST_KEYS), at.forced, kl, res + 1 + a.n_group_q);
+    if (is_read) {
+        n_sel = select_all(block, a, at, k, n_in, cells, n_warp);
     } else if (n > NT*N_HELD) {
-        n_sel = select_listed<NT>(block, a, u, first, n, k, n_in, res + 1 + a.n_group_q, n_warp);
+        n_sel = select_listed<NT>(block, a, u, first, n, k, n_in, cells, n_warp);
     } else {
         const int per = (n + NT - 1)/NT;
         int x[N_HELD], cell[N_HELD];
@@ -468,7 +432,13 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
                 x[j]    = found.y;
             }
         }
-        n_sel = select_held<NT>(block, x, [&](int j) { return cell[j]; }, per, n, k, n_in, res + 1 + a.n_group_q, n_warp);
+        n_sel = select_held<NT>(block, x, [&](int j) { return cell[j]; }, per, n, k, n_in, cells, n_warp);
+    }
+    if constexpr (NT == TOP_P_THREADS) {
+        if (is_top_p) {
+            __syncthreads(); // the cells of all threads are in memory
+            n_sel = keep_top_p(block, a, at, cells, a.list + u*a.n_list*LIST_KEYS, n_sel, n_warp);
+        }
     }
     finish_select<NT>(a, u, res, n_sel);
 }
