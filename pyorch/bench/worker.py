@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,6 @@ import numpy as np
 from pyorch import children, engine, system
 from pyorch.bench import state
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.engine.settings import layers_away
 from pyorch.errors import SparqError
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
@@ -39,43 +38,13 @@ class Subject:
         self.reader: MemoryReader | None = None
         self.text: list[int] = []  # the tokens of `read`
 
-    def open(
-        self,
-        model: str,
-        n_ctx: int,
-        n_threads: int,
-        n_batch: int = 32,
-        flash_attn: bool = True,
-        type_k: str = "f16",
-        type_v: str = "f16",
-        numa: str = "",
-        n_gpu_layers: int | None = None,
-        kv_offload: bool = True,
-        rope: str = "",
-        workers: Sequence[str] = (),
-        tensor_split: Sequence[float] = (),
-        repack: bool = True,
-    ) -> None:
-        """Load a model, which replaces the previous one."""
+    def open(self, model: str, n_threads: int, rope: str = "", **options: Any) -> None:
+        """Load a model, with other options of `engine.load`; it replaces the previous one."""
         self.close()
+        options = {"n_batch": 32, "kv_offload": True} | options
         self.reader = MemoryReader(n_threads, FORGET_BYTES // n_threads // 512 * 512)
         self.session = engine.load(
-            model,
-            n_ctx=n_ctx,
-            n_threads=n_threads,
-            n_batch=n_batch,
-            flash_attn=flash_attn,
-            type_k=type_k,
-            type_v=type_v,
-            numa=numa,
-            stock=self.stock,
-            n_gpu_layers=n_gpu_layers,
-            kv_offload=kv_offload,
-            rope=engine.Rope.parse(rope),
-            workers=workers,
-            tensor_split=tensor_split,
-            repack=repack,
-            n_away=layers_away(workers, n_gpu_layers),
+            model, n_threads=n_threads, rope=engine.Rope.parse(rope), stock=self.stock, **options
         )
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import chat_documents, streams
 from pyorch.cli import options as opt
-from pyorch.cli.conversation import REPLY_ROOM, Chat
+from pyorch.cli.conversation import LEFT_FREE, Chat
 from pyorch.cli.loading import open_session, shown
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
@@ -366,7 +366,7 @@ def _trimmed_prompt(chat: Chat) -> list[int]:
     while True:
         tokens = chat.template.tokens(chat.messages)
         oldest = _oldest(chat)
-        if len(tokens) + REPLY_ROOM <= chat.session.n_ctx or oldest is None:
+        if len(tokens) + LEFT_FREE <= chat.session.n_ctx or oldest is None:
             break
         del chat.messages[oldest : oldest + 2]  # a question and its answer
         dropped += 2
@@ -394,7 +394,7 @@ def _most_tokens(chat: Chat, n_prompt: int) -> int:
         return chat.max_tokens
     room = chat.session.n_ctx - n_prompt
     has_text = any(_has_text(chat, i) for i in range(len(chat.messages)))
-    return max(room // 2, REPLY_ROOM) if has_text else chat.session.n_ctx
+    return max(room // 2, LEFT_FREE) if has_text else chat.session.n_ctx
 
 
 def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import click
 
 from pyorch import paths
 from pyorch.cli.options import json_option
-from pyorch.cli.terminal import confirm, note, print_json
+from pyorch.cli.terminal import confirm, note, print_freed, print_json
 from pyorch.progress import say
 from pyorch.text import human_bytes
 
@@ -67,7 +67,7 @@ def command(what: Sequence[str], everything: bool, yes: bool, as_json: bool) -> 
         removed = n_bytes if yes else 0
         print_json({"path": str(paths.cache()), "bytes": sizes, "removed": removed})
     elif kinds:
-        print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
+        print_freed(n_bytes)
     else:
         note("nothing to remove")
 

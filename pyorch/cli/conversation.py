@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyorch.engine import Document, Reading, Sampling, Session
     from pyorch.engine.chat_template import ChatTemplate
 
-REPLY_ROOM = 64  # positions kept free for a reply when old messages are dropped
+LEFT_FREE = 64  # positions kept free for a reply when old messages are dropped
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Chat:
 
     def check_room(self, name: str, n_tokens: int) -> None:
         """Refuse a text that leaves no room for a reply."""
-        if n_tokens + REPLY_ROOM > (n_ctx := self.session.n_ctx):
+        if n_tokens + LEFT_FREE > (n_ctx := self.session.n_ctx):
             longer = "start again with a larger --ctx; --rope-scale stretches a model's own"
             raise SparqError(
                 f"{name} has {n_tokens} tokens, but the context has {n_ctx} positions", longer

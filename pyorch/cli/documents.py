@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pyorch.cli.options import json_option
-from pyorch.cli.terminal import confirm, note, print_json
+from pyorch.cli.terminal import note, print_json, remove_files
 from pyorch.cli.types import File
 from pyorch.engine import document_file
 from pyorch.engine.document_file import Document
@@ -106,12 +106,7 @@ def rm_command(names: Sequence[str], yes: bool) -> None:
     found = [document_file.find(name) for name in names]
     for path in found:
         document_file.load(path, whole=False)  # nothing else is removed
-    n_bytes = sum(path.stat().st_size for path in found)
-    what = f"{', '.join(map(_name, found))} ({human_bytes(n_bytes)})"
-    confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
-    for path in found:
-        path.unlink()
-    print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
+    remove_files(found, ", ".join(map(_name, found)), yes)
 
 
 def _name(path: Path) -> str:

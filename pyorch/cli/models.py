@@ -13,7 +13,7 @@ from pyorch.attention.spec import parse_spec
 from pyorch.cli.lengths import COMMON, kinds_text, token_bytes
 from pyorch.cli.loading import first_ratio
 from pyorch.cli.options import json_option
-from pyorch.cli.terminal import confirm, note, print_json
+from pyorch.cli.terminal import confirm, note, print_freed, print_json, remove_files
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.models import cards
@@ -194,7 +194,7 @@ def rm_command(spec: str, yes: bool) -> None:
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
     entries = [e for m in chosen for e in m.entries]
     freed = cache.remove(wanted.folder, entries, parts)
-    print(f"{human_bytes(freed)} freed ({freed} bytes)")
+    print_freed(freed)
 
 
 def _rm_synthetic(yes: bool) -> None:
@@ -203,9 +203,4 @@ def _rm_synthetic(yes: bool) -> None:
     found = synth.written()
     if not found:
         raise SparqError("there is no synthetic model", "`sparq-cpp bench` writes them")
-    n_bytes = sum(path.stat().st_size for path in found)
-    what = f"{len(found)} synthetic models ({human_bytes(n_bytes)})"
-    confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove them with --yes")
-    for path in found:
-        path.unlink()
-    print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
+    remove_files(found, f"{len(found)} synthetic models", yes)

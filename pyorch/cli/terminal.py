@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from pyorch import system
 from pyorch.errors import SparqError
+from pyorch.text import human_bytes
 
 
 def note(text: str, style: str = "") -> None:
@@ -50,6 +53,20 @@ def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
         raise SparqError(otherwise, hint)
     if not click.confirm(question, err=True):
         raise click.exceptions.Exit(1)
+
+
+def remove_files(files: Sequence[Path], what: str, yes: bool) -> None:
+    """Ask as `confirm` does, remove them, and print how much that freed."""
+    n_bytes = sum(path.stat().st_size for path in files)
+    what = f"{what} ({human_bytes(n_bytes)})"
+    confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
+    for path in files:
+        path.unlink()
+    print_freed(n_bytes)
+
+
+def print_freed(n_bytes: int) -> None:
+    print(f"{human_bytes(n_bytes)} freed ({n_bytes} bytes)")
 
 
 def print_json(value: object, indent: int | None = 2) -> None:
