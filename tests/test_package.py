@@ -162,6 +162,7 @@ def test_a_wheel_with_the_library_needs_no_compiler(tmp_path: Path) -> None:
         subprocess.run([library / tool, "--help"], env=env, check=True, capture_output=True)
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", "sparq-cpp"], check=True)
     assert not (packages / "pyorch").exists() and foreign.is_file()
+    assert (library / "stamp.json").is_file(), "`sparq-cpp clean`, before it, removes the cache"
 
 
 @pytest.mark.slow
