@@ -94,9 +94,40 @@ def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
     assert ours["bytes"] < found[5]["bytes"] and found[0]["bytes"] == found[5]["bytes"]
 
 
+FAKE = """
+import ctypes, sys
+from bench.__main__ import command
+from pyorch import engine
+load = engine.library().lib._lib.ggml_backend_load
+load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+assert load(sys.argv.pop(1).encode())
+command()
+"""
+
+
+def test_ways_to_read_a_prompt(native_lib_dir: Path, tmp_path: Path) -> None:
+    """On a device that is not there: by llama.cpp, by PREFILL, and with K and V on the device."""
+    argv = [sys.executable, "-c", FAKE, fake_device.build(tmp_path, native_lib_dir)]
+    argv += ["gpu_in_memory", "--prompts", "--like", "llama3.2-1b", "--layers", 1, "-d", 700]
+    argv += ["-r", 1, "-t", 1, "--out", tmp_path]
+    done = subprocess.run(
+        [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
+    cases = [records.read_case(in_memory.Case, rec) for rec in found]
+    ways = "stock -fa 1", "ours, on the CPU", "stock -fa 1"
+    names = [f"{way}, {n} tokens of a prompt" for way in ways for n in (512, 32)]
+    assert [case.name for case in cases] == names
+    assert [rec["in_memory"] for rec in found] == [1, 1, 1, 1, 0, 0]
+    n_read = [rec["counters"].get("calls_prefill", 0) for rec in found]
+    assert n_read == [0, 0, 512, 32, 0, 0]
+    assert found[0]["bytes"] > 0 == found[-1]["bytes"]
+
+
 def test_a_prompt_is_timed_where_there_is_a_gpu() -> None:
     given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", cache_type="q8_0")
-    given |= dict(n_gen=3, repetitions=2)
+    given |= dict(n_gen=3, repetitions=2, prompts=False)
     given |= dict(card=0, flash_attn=[1, 0], specs=[AttentionSpec("dense")], threads=[3])
     for n_gpu_layers, names in (
         (None, ["stock -fa 1", "dense", "stock -fa 1, 512 tokens of a prompt"]),
@@ -204,6 +235,7 @@ def test_more_of_the_same_is_measured() -> None:
     """As many repetitions as were asked for, not those of an earlier run."""
     given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", specs=[])
     given |= dict(cache_type="f16", card=0, n_gpu_layers=0, flash_attn=[1], threads=[1])
+    given |= dict(prompts=False)
     keys = {
         records.key(of.name, records.case_of(of.groups(SimpleNamespace(**given, **more))[0][0]), "")
         for of in (tokens.MEASUREMENT, in_memory.MEASUREMENT)

@@ -46,9 +46,9 @@ def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
     ) -> dict[str, Any]:
         model = made(arch)
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
-        more = dict(item.split("=") for item in variables.split())
+        more = {"FAKE_DEVICES": "2", "FAKE_POISON": "1"}
+        more |= dict(item.split("=") for item in variables.split())
         script = HERE / ("beside.py" if "order" in options else "placed.py")
-        more |= {"FAKE_DEVICES": "2", "FAKE_POISON": "1"}
         return from_child(script, model, fake, text, **more)
 
     return go
@@ -137,6 +137,38 @@ def test_kv_of_some_layers_in_memory(name: str, run) -> None:
         assert here[key] + there[key] == alone[key], key
     assert here["bytes_read"] > there["bytes_read"] > 0
     assert_same(got, want)
+
+
+ON_CPU = "SPARQ_PROMPT_ON_CPU=1"
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_prompts_on_the_cpu_beside_devices(name: str, run) -> None:
+    """Asked for, PREFILL reads a prompt whose K lies in memory, as on a machine without devices."""
+    spec, options = IN_MEMORY[name]
+    got = run(spec, ALL, ON_CPU, offload_kqv=False, **options)
+    assert_same(got, run(spec, 0, "FAKE_DEVICES=0", **options))
+    counters = got["info"]["counters"]
+    assert counters["calls_prefill"] > 0 and "prefill" not in counters["stock_reasons"]
+    there = run(spec, ALL, offload_kqv=False, **options)["info"]["counters"]
+    assert there["calls_prefill"] == 0 and there["stock_reasons"]["prefill"] > 0
+
+
+def test_prompts_on_the_cpu_in_some_layers(run) -> None:
+    """Those with K on a device are llama.cpp's there."""
+    got = run(SPARQ, ALL, f"{ON_CPU} SPARQ_KV_IN_MEMORY=0,2")["info"]["counters"]
+    assert got["calls_prefill"] == 2 * N_PROMPT and got["stock_reasons"] == {"prefill": N_PROMPT}
+    got = run(SPARQ, ALL, ON_CPU)["info"]["counters"]
+    assert got["calls_prefill"] == 0
+
+
+@pytest.mark.parametrize("order", ["rp", "rpr"])
+def test_prompts_on_the_cpu_beside_replies(order: str, run) -> None:
+    options = {"order": order, "unified": True}
+    got = run(SPARQ, ALL, ON_CPU, offload_kqv=False, **options)
+    want = run(SPARQ, 0, "FAKE_DEVICES=0", **options)
+    assert got["info"]["counters"]["calls_prefill"] == 2 * 90 * N_LAYER
+    assert got["logits"] == want["logits"] and got["info"] == want["info"]
 
 
 def test_recurrent_states_stay_on_the_device(run) -> None:
