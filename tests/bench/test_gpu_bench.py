@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import fake_device
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from bench import plot, runner
-from bench.gpu import attention, in_memory, tokens
+from bench.gpu import attention, in_memory, real_text, tokens
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
@@ -123,6 +124,36 @@ def test_ways_to_read_a_prompt(native_lib_dir: Path, tmp_path: Path) -> None:
     n_read = [rec["counters"].get("calls_prefill", 0) for rec in found]
     assert n_read == [0, 0, 512, 32, 0, 0]
     assert found[0]["bytes"] > 0 == found[-1]["bytes"]
+
+
+def test_a_real_model_beside_the_cpu(
+    demo_model: Path, native_lib_dir: Path, tmp_path: Path
+) -> None:
+    """On a device that is not there; and where there is none, or nothing sparse, it says so."""
+    fake = fake_device.build(tmp_path, native_lib_dir)
+    argv = ["gpu_real_text", "-m", demo_model, "-n", 3, "--n-prompt"]
+    for program, n, error in (
+        (("-c", FAKE, fake), 1200, ""),
+        (("-c", FAKE, fake), 500, "no layer was sparse"),
+        (("-m", "bench"), 1200, "no GPU is here"),
+    ):
+        line = [*map(str, (sys.executable, *program, *argv, n))]
+        done = subprocess.run(
+            line, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
+        )
+        assert bool(done.returncode) == bool(error) and error in done.stderr, done.stderr[-2000:]
+        if not error:
+            said = f"{real_text.OURS}: 3 of 3 tokens are the CPU's, logits differ by 0\n"
+            assert said in done.stdout
+            assert done.stderr.count("ms per token") == 4
+
+
+def test_what_a_gpu_chooses_otherwise() -> None:
+    """The lead over its choice, not over the second."""
+    here = np.array([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
+    assert real_text.compare("x", here, here) == (0, 0)
+    there = here + [[0, 2.5, 0], [0, 0, 1]]
+    assert real_text.compare("x", here, there) == (2, 2.5)
 
 
 def test_a_prompt_is_timed_where_there_is_a_gpu() -> None:
