@@ -21,7 +21,11 @@ MEASUREMENTS = {
     "gpu_tokens": "bench.gpu.tokens:MEASUREMENT",
     "gpu_in_memory": "bench.gpu.in_memory:MEASUREMENT",
 }
-OTHERS = {"ablations": "bench.papers.ablations:command", "draw": "bench.draw:command"}
+OTHERS = {
+    "ablations": "bench.papers.ablations:command",
+    "draw": "bench.draw:command",
+    "gpu_real_text": "bench.gpu.real_text:command",
+}
 
 
 class _Group(click.Group):

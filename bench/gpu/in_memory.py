@@ -3,14 +3,18 @@
     python -m bench gpu_in_memory                 # Llama-3-8B's geometry, 131,072
     python -m bench gpu_in_memory -d 524288 -ct q8_0 -a sparq,ratio=1/32
     python -m bench gpu_in_memory --card 24       # as a card of 24 GiB would hold
+    python -m bench gpu_in_memory --prompts --layers 4 -d 32768,131072
     python -m bench gpu_in_memory -ngl 0 --layers 4 -d 32768 -t 1,2,4,8,16   # cores alone
 
 The model is synthetic, K and V are random. llama.cpp's attention is that of our library: `off`, its
 own code, with -fa 1 and, where V can be transposed, -fa 0 in a context of its own. With --card the
 GPU takes K and V of as many layers as fit a card of that size beside the weights, and llama.cpp's
 is left out, since it has no such placement. The last row is a batch of a prompt after so many
-positions. With -ngl 0 weights are in memory too, no device is needed, and there is no prompt. Each
-result is told when it is there: what kills a run takes none of them along.
+positions, which llama.cpp reads on the GPU. --prompts times nothing but these, read by our PREFILL
+on the CPU too, and with K and V on the GPU, in a short batch as well: a copy of K and V takes as
+long for a few tokens as for many. With -ngl 0 weights are in memory too, no device is needed, and
+there is no prompt unless it is asked for. Each result is told when it is there: what kills a run
+takes none of them along.
 """
 
 from __future__ import annotations
@@ -41,14 +45,16 @@ from pyorch.models.memory import weight_bytes
 from pyorch.table import markdown
 
 OFF = AttentionSpec("off")
-N_PROMPT = 512
-NO_CARD = -1.0
+OURS = AttentionSpec("dense")  # of a prompt
+N_PROMPT, N_SHORT = 512, 32
+NO_CARD, ON_CARD = -1.0, -2.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """card: GiB of the card that takes what fits, 0 = none of K and V; NO_CARD = nor weights.
-    n_prompt: tokens of a prompt that are read, instead of a token that is decoded."""
+    """card: GiB of the card that takes what fits, 0 = none of K and V; NO_CARD = nor weights;
+    ON_CARD = all of both. n_prompt: tokens of a prompt that are read, instead of a token that is
+    decoded."""
 
     like: str
     n_layer: int
@@ -66,7 +72,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        what = f"stock -fa {int(self.flash)}" if self.spec == OFF else str(self.spec)
+        ours = "ours, on the CPU" if self.n_prompt else str(self.spec)
+        what = f"stock -fa {int(self.flash)}" if self.spec == OFF else ours
         return f"{what}, {self.n_prompt} tokens of a prompt" if self.n_prompt else what
 
 
@@ -80,6 +87,7 @@ OPTIONS = (
     click.option("-r", "--repetitions", type=Number(int, 1), default=2, show_default=True),
     click.option("-fa", "--flash-attn", type=Numbers(0, 1), default="1,0", help="Of stock."),
     click.option("--card", type=Number(float, 0), default=0, help="GiB of a card that is filled."),
+    click.option("--prompts", is_flag=True, help="Time prompts alone."),
     click.option("-ngl", "--n-gpu-layers", type=Number(int, 0, 0), help="0: without a GPU."),
     click.option("-t", "--threads", type=Numbers(1, MAX_THREADS), help="[default: all cores]"),
     runner.specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
@@ -87,7 +95,8 @@ OPTIONS = (
 
 
 def groups(given: runner.Given) -> list[list[Case]]:
-    """All settings at a depth."""
+    """All settings at a depth, or all ways to read a prompt there: that with K and V on the GPU
+    loads the model again."""
     n_layer = synth.shape_like(given.like, n_layer=given.layers).n_layer
     found = []
     for depth in given.n_depth:
@@ -97,11 +106,16 @@ def groups(given: runner.Given) -> list[list[Case]]:
         stock = [Case(*of, bool(fa), OFF) for fa in given.flash_attn if fa or plain]
         stock = [] if card > 0 else stock
         ours = [Case(*of, True, spec) for spec in given.specs]
-        prompt = [Case(*of, True, OFF, N_PROMPT)] * (card != NO_CARD)
-        alone = [*stock, *ours, *prompt]
+        prompt = Case(*of, True, OFF, N_PROMPT)
+        alone = [[*stock, *ours, *[prompt] * (card != NO_CARD)]]
+        if given.prompts:
+            both = [prompt, replace(prompt, n_prompt=N_SHORT)]
+            alone = [both + [replace(case, spec=OURS) for case in both]]
+            alone += [[replace(case, card=ON_CARD) for case in both]] * (card != NO_CARD)
         some = given.threads or [engine.usable_cores()]
         more = {"n_gen": given.n_gen, "repetitions": given.repetitions}
-        found.append([replace(case, threads=n, **more) for n in some for case in alone])
+        for cases in alone:
+            found.append([replace(case, threads=n, **more) for n in some for case in cases])
     return found
 
 
@@ -109,7 +123,7 @@ def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token, or per batch of a prompt.
 
     Raises:
-        SparqError: nothing ran sparse in a sparse case.
+        SparqError: nothing ran sparse in a sparse case, or PREFILL did not in a case of it.
     """
     first = cases[0]
     model = Synthetic(first.like, first.n_layer, first.quant).written()
@@ -120,7 +134,9 @@ def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
             free = int(first.card * 2**30) - weight_bytes(read_gguf(model))
             os.environ["SPARQ_GPU_LIMIT"] = str(max(free, 0))
             stack.callback(os.environ.pop, "SPARQ_GPU_LIMIT")
-        offload = None if first.card > 0 else False
+        os.environ["SPARQ_PROMPT_ON_CPU"] = "1"  # `off` is llama.cpp's all the same
+        stack.callback(os.environ.pop, "SPARQ_PROMPT_ON_CPU")
+        offload = None if first.card > 0 else first.card == ON_CARD
         n_gpu_layers = 0 if first.card == NO_CARD else None
         loaded = engine.load_model(model, n_gpu_layers=n_gpu_layers, kv_offload=offload)
         stack.enter_context(loaded)
@@ -137,7 +153,7 @@ def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
                 )
             )
             state.fill(s, first.n_depth)
-        stay = len(sessions[True].kv_in_memory) if first.card > 0 else first.n_layer
+        stay = first.n_layer if first.card in (0, NO_CARD) else len(sessions[True].kv_in_memory)
         note(f"{first.n_depth} positions, K and V of {stay} of {first.n_layer} layers in memory")
         rates = {n: _memory(n) for n in dict.fromkeys(case.threads for case in cases)}
         for turn in range(first.repetitions):
@@ -148,6 +164,8 @@ def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
                 samples, counters = _timed(s, case)
                 if case.spec.sparse and not counters.get("calls_sparse"):
                     raise SparqError(f"{case.spec}: no layer was sparse: {counters}")
+                if case.n_prompt and case.spec == OURS and not counters.get("calls_prefill"):
+                    raise SparqError(f"no layer's prompt was read by PREFILL: {counters}")
                 result["samples_ns"] += samples
                 result |= {"counters": counters, "in_memory": stay}
                 result |= {"bytes": _bytes(s, case), "memory": rates[case.threads]}
@@ -169,7 +187,8 @@ def _bytes(s: engine.Session, case: Case) -> float:
     sizes = (t.bytes_per_element for t in s.cache.types)
     costs = cost.layer_costs(s.geometry, case.spec, case.n_depth, *sizes)
     weights = s.geometry.weight_bytes_per_token if case.card == NO_CARD else 0
-    return weights + sum(c.bytes_read for c in costs if case.card <= 0 or c.il in s.kv_in_memory)
+    here = case.card in (0, NO_CARD)
+    return weights + sum(c.bytes_read for c in costs if here or c.il in s.kv_in_memory)
 
 
 def _timed(s: engine.Session, case: Case) -> tuple[list[int], dict[str, int]]:

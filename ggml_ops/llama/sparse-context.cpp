@@ -151,6 +151,8 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
     state->sequences = {};
     state->layers.clear(); // those of the last graph are of other settings
     state->n_layer   = (int32_t) ctx.get_model().hparams.n_layer();
+    const char * on_cpu = getenv("SPARQ_PROMPT_ON_CPU");
+    state->prompt_on_cpu = on_cpu && std::string(on_cpu) == "1";
     state->reason    = spec.method == LLAMA_SPARSE_OFF ? "" : kv ? llama_sparse_why_not(*kv) : "this architecture has no plain KV cache";
     if (!state->reason.empty()) {
         LLAMA_LOG_WARN("sparse attention %s: all layers stay dense: %s\n", spec.str().c_str(), state->reason.c_str());

@@ -103,9 +103,10 @@ bool is_latent(const attention & a) {
             ggml_sparse_kv_block(a.k->type) > 0 && llama_sparse_is_cpu(a.device());
 }
 
-// does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory
+// Does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory, and does unless it is
+// told otherwise: which of the two is faster nobody has measured
 bool is_prompt_on_cpu(const attention & a) {
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(a.g.sched); ++i) {
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(a.g.sched) && !a.inp.state->prompt_on_cpu; ++i) {
         const auto dev = ggml_backend_get_device(ggml_backend_sched_get_backend(a.g.sched, i));
         if (!llama_sparse_is_cpu(dev) && !llama_sparse_is_worker(dev)) {
             return false;

@@ -20,6 +20,8 @@ struct llama_sparse_state {
     int32_t     n_layer = 0;
     std::string reason; // why nothing is sparse, whatever the layer
 
+    bool prompt_on_cpu = false; // where K lies in memory, though a GPU is in use: SPARQ_PROMPT_ON_CPU=1 when the settings were made
+
     bool is_restored = false; // there may be groups of a restored state that are not sealed
 
     // in the present call to llama_decode, the sequences whose tokens are decoded ones; all other tokens are of prompts. Those of them that have

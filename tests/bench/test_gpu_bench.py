@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import fake_device
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from bench import plot, runner
-from bench.gpu import attention, in_memory, tokens
+from bench.gpu import attention, in_memory, real_text, tokens
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import records
@@ -94,9 +95,70 @@ def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
     assert ours["bytes"] < found[5]["bytes"] and found[0]["bytes"] == found[5]["bytes"]
 
 
+FAKE = """
+import ctypes, sys
+from bench.__main__ import command
+from pyorch import engine
+load = engine.library().lib._lib.ggml_backend_load
+load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+assert load(sys.argv.pop(1).encode())
+command()
+"""
+
+
+def test_ways_to_read_a_prompt(native_lib_dir: Path, tmp_path: Path) -> None:
+    """On a device that is not there: by llama.cpp, by PREFILL, and with K and V on the device."""
+    argv = [sys.executable, "-c", FAKE, fake_device.build(tmp_path, native_lib_dir)]
+    argv += ["gpu_in_memory", "--prompts", "--like", "llama3.2-1b", "--layers", 1, "-d", 700]
+    argv += ["-r", 1, "-t", 1, "--out", tmp_path]
+    done = subprocess.run(
+        [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
+    cases = [records.read_case(in_memory.Case, rec) for rec in found]
+    ways = "stock -fa 1", "ours, on the CPU", "stock -fa 1"
+    names = [f"{way}, {n} tokens of a prompt" for way in ways for n in (512, 32)]
+    assert [case.name for case in cases] == names
+    assert [rec["in_memory"] for rec in found] == [1, 1, 1, 1, 0, 0]
+    n_read = [rec["counters"].get("calls_prefill", 0) for rec in found]
+    assert n_read == [0, 0, 512, 32, 0, 0]
+    assert found[0]["bytes"] > 0 == found[-1]["bytes"]
+
+
+def test_a_real_model_beside_the_cpu(
+    demo_model: Path, native_lib_dir: Path, tmp_path: Path
+) -> None:
+    """On a device that is not there; and where there is none, or nothing sparse, it says so."""
+    fake = fake_device.build(tmp_path, native_lib_dir)
+    argv = ["gpu_real_text", "-m", demo_model, "-n", 3, "--n-prompt"]
+    for program, n, error in (
+        (("-c", FAKE, fake), 1200, ""),
+        (("-c", FAKE, fake), 500, "no layer was sparse"),
+        (("-m", "bench"), 1200, "no GPU is here"),
+    ):
+        line = [*map(str, (sys.executable, *program, *argv, n))]
+        done = subprocess.run(
+            line, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
+        )
+        assert bool(done.returncode) == bool(error) and error in done.stderr, done.stderr[-2000:]
+        if not error:
+            said = f"{real_text.OURS}: 3 of 3 tokens are the CPU's, logits differ by 0\n"
+            assert said in done.stdout
+            assert done.stderr.count("ms per token") == 4
+
+
+def test_what_a_gpu_chooses_otherwise() -> None:
+    """The lead over its choice, not over the second."""
+    here = np.array([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
+    assert real_text.compare("x", here, here) == (0, 0)
+    there = here + [[0, 2.5, 0], [0, 0, 1]]
+    assert real_text.compare("x", here, there) == (2, 2.5)
+
+
 def test_a_prompt_is_timed_where_there_is_a_gpu() -> None:
     given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", cache_type="q8_0")
-    given |= dict(n_gen=3, repetitions=2)
+    given |= dict(n_gen=3, repetitions=2, prompts=False)
     given |= dict(card=0, flash_attn=[1, 0], specs=[AttentionSpec("dense")], threads=[3])
     for n_gpu_layers, names in (
         (None, ["stock -fa 1", "dense", "stock -fa 1, 512 tokens of a prompt"]),
@@ -204,6 +266,7 @@ def test_more_of_the_same_is_measured() -> None:
     """As many repetitions as were asked for, not those of an earlier run."""
     given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", specs=[])
     given |= dict(cache_type="f16", card=0, n_gpu_layers=0, flash_attn=[1], threads=[1])
+    given |= dict(prompts=False)
     keys = {
         records.key(of.name, records.case_of(of.groups(SimpleNamespace(**given, **more))[0][0]), "")
         for of in (tokens.MEASUREMENT, in_memory.MEASUREMENT)

@@ -46,9 +46,9 @@ def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
     ) -> dict[str, Any]:
         model = made(arch)
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
-        more = dict(item.split("=") for item in variables.split())
+        more = {"FAKE_DEVICES": "2", "FAKE_POISON": "1"}
+        more |= dict(item.split("=") for item in variables.split())
         script = HERE / ("beside.py" if "order" in options else "placed.py")
-        more |= {"FAKE_DEVICES": "2", "FAKE_POISON": "1"}
         return from_child(script, model, fake, text, **more)
 
     return go
@@ -139,6 +139,65 @@ def test_kv_of_some_layers_in_memory(name: str, run) -> None:
     assert_same(got, want)
 
 
+ON_CPU = "SPARQ_PROMPT_ON_CPU=1"
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_prompts_on_the_cpu_beside_devices(name: str, run) -> None:
+    """Asked for, PREFILL reads a prompt whose K lies in memory, as on a machine without devices."""
+    spec, options = IN_MEMORY[name]
+    got = run(spec, ALL, ON_CPU, offload_kqv=False, **options)
+    assert_same(got, run(spec, 0, "FAKE_DEVICES=0", **options))
+    counters = got["info"]["counters"]
+    assert counters["calls_prefill"] > 0 and "prefill" not in counters["stock_reasons"]
+    there = run(spec, ALL, offload_kqv=False, **options)["info"]["counters"]
+    assert there["calls_prefill"] == 0 and there["stock_reasons"]["prefill"] > 0
+
+
+def test_prompts_on_the_cpu_in_some_layers(run) -> None:
+    """Those with K on a device are llama.cpp's there."""
+    got = run(SPARQ, ALL, f"{ON_CPU} SPARQ_KV_IN_MEMORY=0,2")["info"]["counters"]
+    assert got["calls_prefill"] == 2 * N_PROMPT and got["stock_reasons"] == {"prefill": N_PROMPT}
+    assert run(SPARQ, ALL, ON_CPU)["info"]["counters"]["calls_prefill"] == 0
+
+
+def test_sparse_prompts_on_the_cpu_beside_devices(run) -> None:
+    spec = f"{SPARQ},prompt=sparse,prompt_p=0.5"
+    got, alone = run(spec, ALL, ON_CPU, offload_kqv=False), run(spec, 0, "FAKE_DEVICES=0")
+    assert_same(got, alone)
+    assert 0 < got["info"]["counters"]["prompt_read"] < got["info"]["counters"]["prompt_visible"]
+
+
+@pytest.mark.parametrize("order", ["rp", "rpr"])
+def test_prompts_on_the_cpu_beside_replies(order: str, run) -> None:
+    options = {"order": order, "unified": True}
+    got = run(SPARQ, ALL, ON_CPU, offload_kqv=False, **options)
+    want = run(SPARQ, 0, "FAKE_DEVICES=0", **options)
+    assert got["info"]["counters"]["calls_prefill"] == 2 * 90 * N_LAYER
+    assert got["logits"] == want["logits"] and got["info"] == want["info"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "listed", "n_there", "n_here"),
+    [
+        ("lfm2", "1,4", [1, 1], 1),  # 1, 3 and 5 attend, the others are recurrent
+        ("lfm2", "2,3,5", [1, 0], 2),
+        ("gemma3", "0,2", [0, 1], 2),  # 5 sees all positions, the others have a window
+        ("gemma3", "1,5", [0, 0], 2),
+    ],
+)
+def test_some_layers_of_unlike_kinds(
+    arch: str, listed: str, n_there: list[int], n_here: int, run
+) -> None:
+    """Replies attend where K lies, and PREFILL reads a prompt in those that lie in memory."""
+    listed = f"SPARQ_KV_IN_MEMORY={listed}"
+    got, want = run(SPARQ, ALL, listed, arch=arch), run(SPARQ, 0, arch=arch)
+    assert ran(got, "ATTEND") == [n * N_DECODE for n in n_there]
+    assert_same(got, want)
+    counters = run(SPARQ, ALL, f"{ON_CPU} {listed}", arch=arch)["info"]["counters"]
+    assert counters["calls_prefill"] == n_here * N_PROMPT
+
+
 def test_recurrent_states_stay_on_the_device(run) -> None:
     """With -nkvo they leave it; K and V alone do where every layer of them is listed."""
     arch = {"arch": "lfm2"}
@@ -152,14 +211,15 @@ def test_recurrent_states_stay_on_the_device(run) -> None:
     assert len(none) < len(all_of_it)
 
 
-def test_off_with_kv_in_memory_is_stock(run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", [{}, {"type_k": "q8_0", "type_v": "q8_0"}], ids=["f16", "q8_0"])
+def test_off_with_kv_in_memory_is_stock(types: dict[str, str], run, tmp_path: Path) -> None:
     """The promise of `off`, with the same -nkvo, each library with devices of its own."""
     model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=N_LAYER)
-    text = json.dumps({"spec": "", "n_gpu_layers": ALL, "offload_kqv": False})
+    text = json.dumps({"spec": "", "n_gpu_layers": ALL, "offload_kqv": False, **types})
     fake = fake_device.build(tmp_path, Path(environment(stock=True)["LLAMA_CPP_LIB_PATH"]))
     stock = from_child(HERE / "placed.py", model, fake, text, stock=True, FAKE_DEVICES="2")
     assert stock["info"] == {}
-    assert run("off", ALL, offload_kqv=False)["bits"] == stock["bits"]
+    assert run("off", ALL, offload_kqv=False, **types)["bits"] == stock["bits"]
 
 
 COUNTED = "GGML_SCHED_DEBUG=1 LLAMA_GRAPH_REUSE_DISABLE=1"

@@ -9,7 +9,13 @@ from pathlib import Path
 import fake_device
 import pytest
 from server import serving
+from test_documents import SPARSE, reading
 from test_server import N_LAYER, N_SLOT, SERVERS, SPECS, complete
+from test_server_documents import COMMON, MAPPED
+from test_server_documents import complete as answered
+
+from pyorch import engine
+from pyorch.engine import document_file
 
 
 def test_slots_with_kv_in_memory(
@@ -44,3 +50,27 @@ def test_slots_with_kv_in_memory(
             assert a["calls_sparse"] == b["calls_sparse"]
         assert [x["timings"]["sparse_attn"]["calls_sparse"] > 0 for x in together[:2]] == [True] * 2
     assert found == [found[0]] * 3
+
+
+def test_a_document_with_kv_in_memory(
+    server_dir: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened, and not read again, wherever K and V lie, and what follows is the same."""
+    with engine.load(tiny, attention=SPARSE, n_ctx=2048) as s:
+        book = engine.read_document(s, tmp_path / "book.kv", reading(1100))
+    (tmp_path / "list").write_text(document_file.listed([book]))
+    monkeypatch.setenv("SPARQ_DOCUMENTS", str(tmp_path / "list"))
+    monkeypatch.setenv("GGML_BACKEND_PATH", str(fake_device.build(tmp_path, server_dir)))
+    line = ("-m", tiny, *COMMON, *MAPPED, "--fit", "off", "--device", "FAKE0", "--cache-ram", 0)
+    line += ("--sparse-attn", f"{SPARSE},gpu_min_mb=0", "-lv", 4)
+    found = []
+    for more, in_memory in ((("-ngl", 0), ""), (("-nkvo",), ""), ((), "1")):
+        monkeypatch.setenv("SPARQ_KV_IN_MEMORY", in_memory)
+        with serving(server_dir, log := tmp_path / "log", *line, *more) as url:
+            got = answered(url, document_file.content(book)[1] + " who?")
+        said = log.read_text(errors="replace")
+        assert ("FAKE0 KV buffer size" in said) == (in_memory == "1")
+        assert got["timings"]["prompt_n"] == 5
+        assert got["timings"]["sparse_attn"]["calls_sparse"] > 0
+        found.append(got["content"])
+    assert found == [found[0]] * 3 and len(found[0]) > 10

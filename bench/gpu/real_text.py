@@ -1,0 +1,90 @@
+"""Tokens of a real model with its weights on a GPU and K and V in memory, beside the CPU's.
+
+    python -m bench gpu_real_text -m MODEL
+
+This project's own pages are read once, on the GPU. Then each way decodes the tokens that the CPU
+finds most likely with sparse attention. Where two are about as likely, rounding may decide: the
+CPU's token leads the GPU's by no more than llama.cpp's own attention (`off`), run in both ways too,
+moves two logits by. Each way is told of when it is done.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+import numpy as np
+
+from bench import runner
+from pyorch import engine, paths
+from pyorch.cli.terminal import note
+from pyorch.cli.types import Number
+from pyorch.errors import SparqError
+
+OURS, OFF = "sparq,ratio=1/8", "off"
+
+
+@click.command("gpu_real_text", context_settings=runner.SETTINGS)
+@runner.MODEL
+@click.option("--n-prompt", type=Number(int, 2), default=32000, show_default=True)
+@click.option("-n", "--n-gen", type=Number(int, 1), default=64, show_default=True)
+def command(model: Path, n_prompt: int, n_gen: int) -> None:
+    """Compare tokens after a long text, weights on a GPU and K and V in memory, with the CPU's."""
+    pages = [paths.REPOSITORY / "README.md", *sorted((paths.REPOSITORY / "docs").glob("*.md"))]
+    text = "\n\n".join(page.read_text("utf-8") for page in pages)
+    if not engine.library().gpu_devices():
+        raise SparqError("no GPU is here", "sparq-cpp doctor says why")
+    with (
+        engine.load_model(model, kv_offload=False) as there,
+        engine.load_model(model, n_gpu_layers=0) as here,
+        TemporaryDirectory() as folder,
+    ):
+        prompt = engine.tokenize(there, text)[:n_prompt]
+        if len(prompt) < n_prompt:
+            raise SparqError(f"the pages have {len(prompt)} tokens", "a smaller --n-prompt")
+        file, n_ctx = Path(folder) / "state", n_prompt + n_gen
+        with there.session(n_ctx=n_ctx, attention=OFF) as s:
+            started = time.perf_counter()
+            engine.prefill(s, prompt[:-1])
+            note(f"{n_prompt} tokens of a prompt: {time.perf_counter() - started:.1f} s")
+            engine.save_state(s, file)
+
+        def run(model: engine.Model, spec: str, given: Sequence[int]) -> np.ndarray:
+            """The logits after the last token of the prompt and after those that are given, or
+            after the most likely ones: (n_gen, vocabulary)."""
+            found: list[np.ndarray] = []
+            with model.session(n_ctx=n_ctx, attention=spec) as s:
+                engine.load_state(s, file)
+                for i in range(n_gen):
+                    before = given[i - 1] if given else int(found[-1].argmax()) if i else 0
+                    engine.decode(s, before if i else prompt[-1])
+                    found.append(engine.logits(s))
+                ms = 1e3 * statistics.median(s.timings.decode_s)
+                where = "CPU" if model is here else "GPU"
+                note(f"{spec} on the {where}: {ms:.1f} ms per token")
+                if spec == OURS and not engine.info(s).counters["calls_sparse"]:
+                    raise SparqError("no layer was sparse", f"more than --n-prompt {n_prompt}")
+            return np.array(found)
+
+        ours = run(here, OURS, [])
+        tokens = ours.argmax(1).tolist()
+        ours_there = run(there, OURS, tokens)
+        off = run(here, OFF, tokens), run(there, OFF, tokens)
+    moved = compare(OFF, *off)[1]
+    lead, _ = compare(OURS, ours, ours_there)
+    if lead > 2 * moved:
+        raise SparqError(f"a token differs that leads by {lead:.2f}, more than rounding moves two")
+
+
+def compare(spec: str, here: np.ndarray, there: np.ndarray) -> tuple[float, float]:
+    """The greatest lead of a token that the GPU does not choose, and by how much logits differ at
+    most. Both are (token, vocabulary)."""
+    at, a, b = np.arange(len(here)), here.argmax(1), there.argmax(1)
+    lead, moved = float((here[at, a] - here[at, b]).max()), float(np.abs(here - there).max())
+    same = (a == b).sum()
+    print(f"{spec}: {same} of {len(a)} tokens are the CPU's, logits differ by {moved:.2g}")
+    return lead, moved
