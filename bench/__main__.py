@@ -15,7 +15,6 @@ MEASUREMENTS = {
     "serving": "bench.users.serving:MEASUREMENT",
     "drafts": "bench.users.drafts:MEASUREMENT",
     "growth": "bench.users.growth:MEASUREMENT",
-    "node_times": "bench.papers.node_times:MEASUREMENT",
     "peak": "bench.papers.roofline:PEAK",
     "gpu_attention": "bench.gpu.attention:MEASUREMENT",
     "gpu_tokens": "bench.gpu.tokens:MEASUREMENT",
