@@ -13,7 +13,6 @@ from pyorch.cli import run
 MEASUREMENTS = {
     "prompt_time": "bench.users.prompt_time:MEASUREMENT",
     "serving": "bench.users.serving:MEASUREMENT",
-    "drafts": "bench.users.drafts:MEASUREMENT",
     "growth": "bench.users.growth:MEASUREMENT",
     "peak": "bench.papers.roofline:PEAK",
     "gpu_attention": "bench.gpu.attention:MEASUREMENT",

@@ -15,7 +15,7 @@ from bench import draw, runner
 from bench.gpu import attention as gpu_attention
 from bench.gpu import tokens as gpu_tokens
 from bench.papers import end_to_end
-from bench.users import drafts, prompt_time, serving
+from bench.users import prompt_time, serving
 from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention_table, output, records
@@ -219,7 +219,7 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     **{
         of.name: lambda of=of: runner.whole_table(of, EPYC)
-        for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT, drafts.MEASUREMENT)
+        for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT)
     },
 }
 
