@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field
 from server import serving, text
 from test_engine import text_of
 from test_server import N_HEAD_KV, N_LAYER, SERVERS
-from tiny_gguf import N_SPECIAL, write_tiny_gguf
+from tiny import N_SPECIAL
+from tiny_gguf import write_tiny_gguf
 
 TEMPLATE = (  # a call of a tool is its JSON, and nothing around it
     "{% if tools %}{{ tools | tojson }}{% endif %}"

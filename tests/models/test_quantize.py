@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize
-from tiny_gguf import finish
+from tiny import finish
 
 from pyorch import engine
 from pyorch.errors import SparqError
