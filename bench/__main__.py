@@ -13,9 +13,7 @@ from pyorch.cli import run
 MEASUREMENTS = {
     "prompt_time": "bench.users.prompt_time:MEASUREMENT",
     "serving": "bench.users.serving:MEASUREMENT",
-    "drafts": "bench.users.drafts:MEASUREMENT",
     "growth": "bench.users.growth:MEASUREMENT",
-    "node_times": "bench.papers.node_times:MEASUREMENT",
     "peak": "bench.papers.roofline:PEAK",
     "gpu_attention": "bench.gpu.attention:MEASUREMENT",
     "gpu_tokens": "bench.gpu.tokens:MEASUREMENT",

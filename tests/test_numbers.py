@@ -15,7 +15,7 @@ from bench import draw, runner
 from bench.gpu import attention as gpu_attention
 from bench.gpu import tokens as gpu_tokens
 from bench.papers import end_to_end
-from bench.users import drafts, prompt_time, serving
+from bench.users import prompt_time, serving
 from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention_table, output, records
@@ -219,7 +219,7 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     **{
         of.name: lambda of=of: runner.whole_table(of, EPYC)
-        for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT, drafts.MEASUREMENT)
+        for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT)
     },
 }
 
@@ -260,17 +260,16 @@ def test_intervals_of_the_documentation_are_those_of_the_tables() -> None:
     assert [x for x in found if x not in made] == []
 
 
-@pytest.mark.parametrize("name", draw.FIGURES)
+def needles() -> list[dict[str, Any]]:
+    """Those that `sparq-cpp eval plot` draws."""
+    groups = series.by_setting(series.read_folder(EPYC / "eval", ["needle"]))
+    return figures.needle_rows(groups[-1])
+
+
+@pytest.mark.parametrize("name", [*draw.FIGURES, "eval_needle"])
 def test_the_numbers_of_a_figure_are_those_of_the_records(name: str) -> None:
-    rows = draw.figure(name).data(H100 if "gpu" in name else EPYC)
+    folder = H100 if "gpu" in name else EPYC
+    rows = needles() if name == "eval_needle" else draw.figure(name).data(folder)
     short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
     kept = (ROOT / "bench" / "figures" / f"{name}.csv").read_text("utf-8")
     assert kept == tables.as_csv(short) + "\n", "`make figures` draws it again"
-
-
-def test_the_numbers_of_the_needles_are_those_of_the_records() -> None:
-    groups = series.by_setting(series.read_folder(EPYC / "eval", ["needle"]))
-    kept = (ROOT / "bench" / "figures" / "eval_needle.csv").read_text("utf-8")
-    rows = figures.needle_rows(groups[-1])
-    short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
-    assert kept == tables.as_csv(short) + "\n"

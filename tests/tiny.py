@@ -3,8 +3,7 @@
     path = tiny.write(folder / "m.gguf", "gemma2", n_layer=4)
 
 The weights make attention uneven (logits of a few units), so that reading fewer positions changes
-the output.
-For text on a Llama see `tiny_gguf.py`; the vocabulary is the same.
+the output. The vocabulary is the 256 bytes. For text on a Llama see `tiny_gguf.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tiny_gguf import N_VOCAB, _add_vocabulary, finish
+
+SPECIAL = (("<unk>", 2), ("<s>", 3), ("</s>", 3))  # (text, token type: 2 unknown, 3 control)
+N_SPECIAL = len(SPECIAL)
+N_VOCAB = N_SPECIAL + 256 + 1
 
 
 @dataclass
@@ -363,8 +365,22 @@ def write(path: Path, arch: str = "llama", **sizes: Any) -> Path:
     return save(make(arch, **sizes), path)
 
 
-def save(m: Model, path: Path) -> Path:
-    keys = {
+def save(
+    m: Model,
+    path: Path,
+    keys: dict[str, int] | None = None,
+    part_tensors: int = 0,
+    **vocabulary: Any,
+) -> Path:
+    """Write the file and return its path.
+
+    Args:
+        keys: more metadata, `split.count=2`.
+        part_tensors: split the model into files of so many tensors, named as llama.cpp's gguf-split
+            names them; the path of the first is returned.
+        vocabulary: as `_add_vocabulary` has it.
+    """
+    sizes = {
         "context_length": m.n_ctx,
         "embedding_length": m.n_embd,
         "block_count": m.n_layer,
@@ -378,12 +394,14 @@ def save(m: Model, path: Path) -> Path:
         "rope.dimension_count": m.head_dim,
         **m.keys,
     }
-    w = gguf.GGUFWriter(path, m.arch)
+    w = gguf.GGUFWriter(path, m.arch, split_max_tensors=part_tensors)
     w.add_name("tiny")
     w.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for name, value in keys.items():
+    for name, value in sizes.items():
         _add_key(w, f"{m.arch}.{name}", value)
-    _add_vocabulary(w, None)
+    for name, value in (keys or {}).items():
+        _add_key(w, name, value)
+    _add_vocabulary(w, **vocabulary)
     kind = gguf.GGMLQuantizationType[m.weights]
     block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, values in m.tensors.items():
@@ -392,7 +410,7 @@ def save(m: Model, path: Path) -> Path:
         else:
             w.add_tensor(name, values)
     finish(w)
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
 def _add_key(w: gguf.GGUFWriter, name: str, value: Any) -> None:
@@ -404,3 +422,36 @@ def _add_key(w: gguf.GGUFWriter, name: str, value: Any) -> None:
         w.add_float32(name, value)
     else:
         w.add_array(name, value)
+
+
+def _add_vocabulary(
+    w: gguf.GGUFWriter,
+    chat_template: str | None = None,
+    space_prefix: bool = False,
+    word: str = "",
+) -> None:
+    """space_prefix: the tokeniser puts a blank before texts, as in Llama 2. word: a user-defined
+    token, in place of the blank."""
+    tokens = [text for text, _ in SPECIAL] + [f"<0x{i:02X}>" for i in range(256)] + ["\u2581"]
+    types = [kind for _, kind in SPECIAL] + [6] * 256 + [1]  # 6 byte, 1 normal
+    if word:
+        tokens[-1], types[-1] = word, 4
+    w.add_tokenizer_model("llama")
+    w.add_token_list(tokens)
+    w.add_token_scores([0.0] * len(tokens))
+    w.add_token_types(types)
+    w.add_bos_token_id(1)
+    w.add_eos_token_id(2)
+    w.add_unk_token_id(0)
+    w.add_add_bos_token(True)
+    w.add_add_space_prefix(space_prefix)
+    if chat_template is not None:
+        w.add_chat_template(chat_template)
+
+
+def finish(w: gguf.GGUFWriter) -> None:
+    """Write what was added."""
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from tiny_gguf import finish
+from tiny import finish
 
 N_EMBD = 128  # of the tiny text models
 SIDE = 32  # pixels of an image

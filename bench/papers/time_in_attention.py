@@ -2,9 +2,9 @@
 
 It follows the paper: single-token times at several lengths S, a line y(S) = y(0) + slope*S through
 the samples of each S in its interquartile range, and z(S) = (y(S) - y(0)) / y(S). Beside it stands
-the share that the attention nodes themselves take (`python -m bench node_times`). A second row of
-panels has the real model of figure `token_rate`, if there is one, with lines through its own
-lengths.
+the share that the attention nodes themselves take; bench/answered.md names the script that timed
+them. A second row of panels has the real model of figure `token_rate`, if there is one, with lines
+through its own lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from bench.papers import node_times
 from bench.users import token_rate
 from pyorch.bench import paper
 from pyorch.bench.plan import Case
@@ -122,10 +121,10 @@ def _newest(line: dict[str, dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
 def _node_shares(folder: Path, kind: Kind) -> dict[tuple[str, int], float]:
     out = {}
     for rec in load_all(folder / "node_times.jsonl"):
-        c = node_times.Case(**rec["case"])
-        if (c.model_type, c.n_threads) == kind:
-            who = f"stock -fa {int(c.flash_attn)}"
-            out[who, c.n_depth] = spread(node_times.shares(rec))[0]
+        c = rec["case"]
+        if (c["model_type"], c["n_threads"]) == kind:
+            shares = np.divide(rec["attention_ns"], rec["samples_ns"]).tolist()
+            out[f"stock -fa {int(c['flash_attn'])}", c["n_depth"]] = spread(shares)[0]
     return out
 
 

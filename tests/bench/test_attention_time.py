@@ -72,9 +72,6 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
         def attention(self, spec: str) -> None:
             self.now = spec
 
-        def seal(self) -> None:
-            assert self.now.startswith("sparq")
-
         def logits(self, token: int) -> list[float]:
             assert self.now == ("off" if self.name.startswith("stock") else "dense")
             return [1.0, 2.0 if self.name.startswith("stock") else wrong]
@@ -91,25 +88,23 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
         attention._prepare(group, workers, check=True)
 
 
-def test_a_summary_has_a_column_for_each_type_of_k_and_v() -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "names", "table"),
+    [
+        ("type_k", "q8_0", ["f16 K, f16 V", "q8_0 K, f16 V"], " q8_0 K, f16 V, threads: 2\n"),
+        ("numa", "distribute", ["numa none", "numa distribute"], "threads: 2, numa: distribute\n"),
+    ],
+)
+def test_what_differs_has_a_column_and_a_table(
+    key: str, value: str, names: list[str], table: str
+) -> None:
     recs = fake_records()
-    other = [{**r, "case": r["case"] | {"type_k": "q8_0"}, "run": "b"} for r in recs]
+    other = [{**r, "case": r["case"] | {key: value}, "run": "b"} for r in recs]
     head = attention_table.summary(recs + other).splitlines()[0]
-    assert head.strip(" |").split(" | ")[1:] == [
-        f"llama2-7b, S 4096, {k} K, f16 V" for k in ("f16", "q8_0")
-    ]
-    assert "f16" not in attention_table.summary(recs).splitlines()[0]
-
-
-def test_what_lies_elsewhere_has_tables_of_its_own() -> None:
-    recs = fake_records()
-    other = [{**r, "case": r["case"] | {"numa": "distribute"}, "run": "b"} for r in recs]
-    head = attention_table.summary(recs + other).splitlines()[0]
-    assert head.strip(" |").split(" | ")[1:] == [
-        f"llama2-7b, S 4096, numa {place}" for place in ("none", "distribute")
-    ]
-    table = attention_table.markdown(recs + other)
-    assert table.count("threads: 2\n") == table.count("threads: 2, numa: distribute\n") == 1
+    assert head.strip(" |").split(" | ")[1:] == [f"llama2-7b, S 4096, {name}" for name in names]
+    assert names[0] not in attention_table.summary(recs)
+    tables = attention_table.markdown(recs + other)
+    assert (tables.count("threads: 2"), tables.count(table)) == (2, 1)
 
 
 def fake_records() -> list[records.Record]:
@@ -146,22 +141,6 @@ def test_rows_are_differences_against_the_better_stock() -> None:
     assert "| `stock -fa 0` | 20.0 |" in summary
     assert "| `dense` | 10.0 (2.0x, 50 %) |" in summary
     assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
-
-
-def test_rows_compare_within_one_run_only() -> None:
-    """Stock of a later run is not what an earlier row took turns with, nor its base."""
-    first, later = fake_records(), fake_records()[:4]
-    for rec in first:
-        rec["run"] = "a"
-    for rec in later:
-        rec["run"] = "b"
-        rec["samples_ns"] = [2 * ns for ns in rec["samples_ns"]]
-        rec["base_samples_ns"] = [2 * ns for ns in rec["base_samples_ns"]]
-    rows = attention_table.rows(first + later)
-    assert [round(r["attention_ms"], 6) for r in rows] == [20, 30, 10] + [5] * 7 + [40, 60, 20, 10]
-    speedups = [round(r["speedup"], 6) for r in rows]
-    assert speedups[:4] == speedups[10:]
-    assert attention_table.markdown(first + later).count("**llama2-7b**") == 1
 
 
 @pytest.mark.parametrize("printed", [True, False])

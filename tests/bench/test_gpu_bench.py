@@ -168,80 +168,28 @@ def test_a_prompt_is_timed_where_there_is_a_gpu() -> None:
         assert [case.name for case in cases] == names
 
 
-def add(folder: Path, method: str, us: float, stamp: str = "s", **shape: int) -> None:
-    case = dict(batch=1, n_head=32, n_head_kv=32, positions=4096, method=method) | shape
+def add(folder: Path, method: str, us: float, stamp: str) -> None:
+    case = dict(batch=1, n_head=32, n_head_kv=32, positions=4096, method=method)
     more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}
     more |= {"device": "a GPU", "env": ENV | {"stamps": {"sparq": stamp}}}
     rec = records.record("gpu_attention", case, stamp, **more)
     records.append(folder / attention.FILE, rec)
 
 
-def test_figure(tmp_path: Path) -> None:
-    """Against the best dense of the same shape; what has none is left out."""
-    add(tmp_path, "ggml flash", 80)
-    add(tmp_path, "torch sdpa", 60)
-    add(tmp_path, "sparq q4", 20)
-    add(tmp_path, "sparq q4", 10, positions=8192)
-    add(tmp_path, "ggml flash", 30, n_head_kv=8)
-    add(tmp_path, "sparq q4", 15, n_head_kv=8, batch=1)
-    rows = attention.data(tmp_path)
-    ours = [r for r in rows if r["method"] == "sparq q4"]
-    assert [(r["n_head_kv"], r["positions"], r["speedup"]) for r in ours] == [
-        (8, 4096, 2.0),
-        (32, 4096, 3.0),
-    ]
-    assert ours[1]["dense_is"] == "torch sdpa" and ours[1]["gb_s"] == pytest.approx(50)
-    pytest.importorskip("matplotlib")
-    plot.make(attention.FIGURE, tmp_path, tmp_path)
-    assert "Fig. 8" in (tmp_path / "gpu_attention.svg").read_text()
-
-
-LINE = "sparq,ratio=1/8,gpu_min_mb=0"
-
-
-def timed(spec: str, ms: float, run: str = "", **other: object) -> records.Record:
-    """A record of gpu_tokens; `run` is empty in those from before there were runs."""
-    case = dict(like="llama2-7b", quant="f16", n_layer=32, n_depth=8192, n_gen=24, spec=spec)
-    env = ENV | {"machine": ENV["machine"] | {"gpu": "a GPU"}}
-    more = {"run": run} if run else {}
-    return records.record("gpu_tokens", case | other, "s", samples_ns=[ms * 1e6], env=env, **more)
-
-
-def test_figure_of_tokens(tmp_path: Path) -> None:
-    """The last of each setting against dense of the same turns; what has none is left out, and so
-    are other models and those of fewer layers."""
-    for rec in (
-        timed("off", 6),
-        timed(LINE, 4),
-        timed(LINE, 3),
-        timed(LINE, 1, n_depth=16384),
-        timed(LINE, 1, like="llama3-8b"),
-        timed("off", 0.5, "a", n_layer=8),
-        timed(LINE, 0.1, "a", n_layer=8),
-        timed("off", 9, "b", n_gen=32),
-    ):
+@pytest.mark.parametrize("machine", ["nvidia-h100", "nvidia-h200"])
+def test_tokens_are_compared_with_off_of_their_turns(machine: str, tmp_path: Path) -> None:
+    """Also in records from before there were runs, those of the H200; what has none is left out."""
+    folder = plot.HERE / "results" / f"{machine}-intel-xeon-16-cores"
+    recs = records.load_all(folder / tokens.FILE)
+    factors = [line.split(" | ")[-1] for line in tokens.table(recs).splitlines()[2:]]
+    is_off = [rec["case"]["spec"] == "off" for rec in recs]
+    assert {x for x, off in zip(factors, is_off, strict=True) if off} == {"1.00x |"}
+    assert {f"{r['speedup']:.2f}x |" for r in tokens.data(folder)} <= set(factors)
+    for rec in (ours := [r for r, off in zip(recs, is_off, strict=True) if not off]):
         records.append(tmp_path / tokens.FILE, rec)
-    rows = tokens.data(tmp_path)
-    assert [(r["attention"], r["token_ms"], r["speedup"]) for r in rows] == [
-        ("dense", 9.0, 1.0),
-        ("SparQ 1/8 q4", 3.0, 2.0),
-    ]
-    pytest.importorskip("matplotlib")
-    plot.make(tokens.FIGURE, tmp_path, tmp_path)
-    assert "Fig. 10" in (tmp_path / "gpu_end_to_end.svg").read_text()
-
-
-def test_tokens_are_compared_with_off_wherever_it_stands() -> None:
-    """Also in records from before there were runs; without it there is nothing to compare with."""
-    recs = [timed(LINE, 4, "a"), timed("off", 6, "a"), timed("off", 8), timed(LINE, 2)]
-    table = tokens.table([*recs, timed(LINE, 1, "b")])
-    assert [line.split(" | ")[-1] for line in table.splitlines()[2:]] == [
-        "1.50x |",
-        "1.00x |",
-        "1.00x |",
-        "4.00x |",
-        "- |",
-    ]
+    assert tokens.table(ours).count("| - |") == len(ours)
+    with pytest.raises(SparqError, match="no records of .* on a GPU"):
+        tokens.data(tmp_path)
 
 
 @pytest.mark.usefixtures("native_lib_dir")
@@ -288,12 +236,6 @@ def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
         ("ggml flash", 60, 1),
         ("sparq q4", 20, 3),
     ]
-
-
-@pytest.mark.parametrize("figure", [attention.FIGURE, tokens.FIGURE])
-def test_without_records_nothing_is_drawn(figure: plot.Figure, tmp_path: Path) -> None:
-    with pytest.raises(SparqError, match="no records of .* on a GPU"):
-        figure.data(tmp_path)
 
 
 def test_the_cases_of_the_paper_are_there() -> None:

@@ -17,10 +17,6 @@ from pyorch.bench.worker import Worker
 from pyorch.errors import SparqError
 
 
-def test_slope_is_that_of_the_line() -> None:
-    assert growth.slope([(0, 3), (10, 5), (20, 7)]) == pytest.approx((0.2, 3))
-
-
 class NoReader:
     def read(self) -> float:
         return 1.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.papers import node_times
+from bench.papers import roofline
 from pyorch import native
 from pyorch.bench import bandwidth, records
 from pyorch.errors import SparqError
@@ -130,7 +130,7 @@ def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) ->
     env = {"stamps": {"sparq": "s"}}
     monkeypatch.setattr(native, "built", lambda stock=False: Path())
     monkeypatch.setattr(records, "environment", lambda libraries: env)
-    case = node_times.Case("m", 512, 1, True, 3, library="sparq")
+    case = roofline.Case(512, 1)
     with pytest.raises(SparqError, match="/dev/null/r: ") as e:
         records.resume("b", [[case]], pytest.fail, Path("/dev/null/r"), print, cost=len, force=True)
     assert "--out" in e.value.hint
@@ -144,14 +144,14 @@ def test_a_group_is_measured_once(
     env = {"stamps": {"sparq": "s"}}
     monkeypatch.setattr(native, "built", lambda stock=False: Path())
     monkeypatch.setattr(records, "environment", lambda libraries: env)
-    case = node_times.Case("m", 512, 1, True, 3, library="sparq")
+    case = roofline.Case(512, 1)
     measured: list[int] = []
 
-    def measure(group: Sequence[node_times.Case], _: object) -> list[records.Result]:
-        measured.append(group[0].n_depth)
+    def measure(group: Sequence[roofline.Case], _: object) -> list[records.Result]:
+        measured.append(group[0].n)
         return [{"samples_ns": [len(measured)]}]
 
-    groups = [[case], [replace(case, n_depth=1024)], [case]]
+    groups = [[case], [replace(case, n=1024)], [case]]
     file = tmp_path / "r.jsonl"
     found = records.resume("b", groups, measure, file, lambda *_: None, cost=len, force=force)
     assert measured == [512, 1024] and [rec["samples_ns"] for rec in found] == [[1], [2]]

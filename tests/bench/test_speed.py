@@ -228,22 +228,6 @@ def test_rows_compare_with_the_faster_stock() -> None:
     assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
 
 
-def test_rows_compare_within_one_run_only() -> None:
-    """A later run of stock, beside other settings, is not what an earlier row took turns with."""
-    stock = replace(CASE, library="stock", spec=OFF)
-    first = [record(stock, ms=20, kv=60), record(CASE, ms=5, kv=10)]
-    other = replace(CASE, spec=parse_spec("sparq,ratio=1/4"))
-    later = [record(stock, ms=10, kv=60), record(other, ms=5, kv=20)]
-    for run, recs in (("a", first), ("b", later)):
-        for rec in recs:
-            rec["run"] = run
-    found = {str(r["sparse_attn"]): r["speedup"] for r in output.rows(first + later)}
-    assert found["sparq,ratio=1/8"] == 4 and found["sparq,ratio=1/4"] == 2
-    assert records.latest(first + later) == first + later
-    again = [dict(rec, run="c") for rec in first]
-    assert records.latest(first + later + again) == again + later
-
-
 def test_a_table_tells_its_rows_apart() -> None:
     """What all rows share stands below it, or nowhere."""
     first = record(CASE, ms=5, kv=10)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
+TEXT = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 3000))
 FOUND = {"mean_v": "on", "k_layers": "10%:dense", "rank_layers": "8:4", "min_k": 30}
 RESULT = {
     "ratio": 1 / 8,
@@ -209,7 +210,7 @@ def test_a_shared_setting_changes_for_more_than_chance(monkeypatch: pytest.Monke
 
 def test_points_cost_the_same(model: Path) -> None:
     """As the library counts: whatever the weights of the layers and the mean of V."""
-    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
+    text = TEXT[:2000]
     with engine.load(model, n_ctx=512, n_threads=1, n_sequences=2) as session:
         m = meter.Meter(session, meter.contexts(session, text, 2, 512, 4))
         base = AttentionSpec("sparq", ratio=1 / 4, min_ctx=0, min_k=1)
@@ -226,9 +227,8 @@ def test_points_cost_the_same(model: Path) -> None:
 
 
 def test_contexts_repeat_themselves(tiny: Path) -> None:
-    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 3000))
     with engine.load(tiny, n_ctx=512, n_threads=1) as session:
-        made = meter.contexts(session, text, 4, 512, 8)
+        made = meter.contexts(session, TEXT, 4, 512, 8)
         places = set()
         for i, c in enumerate(made):
             tokens = [*c.prompt, *c.rest]
@@ -239,12 +239,12 @@ def test_contexts_repeat_themselves(tiny: Path) -> None:
             places.add(head.find(tail))
         assert len(places - {-1, 0}) == 2, "passages from different places"
         with pytest.raises(SparqError, match="the text has 3001 tokens|need"):
-            meter.contexts(session, text, 2, 4000, 8)
+            meter.contexts(session, TEXT, 2, 4000, 8)
 
 
 def test_meter_measures_what_one_session_alone_gives(tiny: Path) -> None:
     """KL from dense to sparse in double precision, and the bytes, each in a session of its own."""
-    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
+    text = TEXT[:2000]
     specs = ["sparq,ratio=1/8,min_ctx=0,min_k=1", "sparq,rank=1,topk=20,min_ctx=0,mean_v=on"]
 
     def alone(c: meter.Context, spec: str) -> tuple[np.ndarray, float]:
@@ -277,11 +277,10 @@ def test_meter_measures_what_one_session_alone_gives(tiny: Path) -> None:
 def test_contexts_are_decoded_together_and_sparse(tiny: Path) -> None:
     """One llama_decode per token for all of them, of which every layer counts a sparse call; an
     earlier search in the session changes nothing."""
-    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 3000))
     spec = parse_spec("sparq,ratio=1/8,min_ctx=0,min_k=1")
     found, shown = [], []
     with engine.load(tiny, n_ctx=512, n_threads=1, n_sequences=4) as session:
-        made = meter.contexts(session, text, 4, 512, 3)
+        made = meter.contexts(session, TEXT, 4, 512, 3)
         for _ in range(2):
             m = meter.Meter(session, made)
             found.append(m.measure([spec], range(4), lambda *x: shown.append(x))[0])
@@ -318,7 +317,7 @@ def test_the_caches_of_all_contexts_have_to_fit(
 def test_the_progress_of_a_search_is_one(model: Path) -> None:
     """It grows from reading the contexts to the end, towards a total that is known from the first
     measurement on; an interrupted search goes on from where it was."""
-    text = "".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000))
+    text = TEXT[:2000]
     shown: list[tuple[int, int]] = []
     labels = []
 
@@ -414,7 +413,7 @@ def test_calibrate_and_use(
     monkeypatch.setattr(search, "STEPS", (2.0,))
     monkeypatch.setattr(search, "STEPS_P", (1.4,))
     text = tmp_path / "text.txt"
-    text.write_text("".join(np.random.default_rng(0).choice(list("abcdefgh "), 2000)))
+    text.write_text(TEXT[:2000])
     args = ("calibrate", "-m", model, "--text", text, "--ctx", 512, "-t", 1)
     args = (*args, "--contexts", 4, "--tokens", 2)
     first = run(*args)

@@ -16,16 +16,14 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny as tiny_models
+from server import answered
 
 from pyorch import native
 from pyorch.cli import serve
@@ -497,28 +495,8 @@ def server(
         yield running.until_ready()
 
 
-@dataclass
-class Reply:
-    """What came back: the headers, and the whole body."""
-
-    headers: Message
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-def asked(
-    url: str, value: dict[str, Any] | bytes | None, key: str = "other", **headers: str
-) -> Reply:
-    """The reply to a POST, or to a GET without a value."""
-    body = json.dumps(value).encode() if isinstance(value, dict) else value
-    headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, body, headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as answer:
-        return Reply(answer.headers, answer.read())
+def asked(url: str, value: Any = None, key: str = "other") -> Any:
+    return json.loads(answered(url, value, Authorization=f"Bearer {key}")[1])
 
 
 def refused(*args: Any) -> tuple[int, str]:
@@ -530,9 +508,9 @@ def refused(*args: Any) -> tuple[int, str]:
 
 
 def test_completion(server: Running) -> None:
-    answer = asked(f"{server.url}/completions", PROMPT).json
+    answer = asked(f"{server.url}/completions", PROMPT)
     assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
-    (model,) = asked(f"{server.url}/models", None).json["data"]
+    (model,) = asked(f"{server.url}/models")["data"]
     assert model["id"] == "demo.gguf" and model["meta"]["n_ctx"] == 1024
 
 
@@ -540,7 +518,7 @@ def test_completion(server: Running) -> None:
 def test_a_wrong_key(server: Running, key: str) -> None:
     code, text = refused(f"{server.url}/completions", PROMPT, key)
     assert code == 401 and "other" not in text
-    assert asked(server.url.removesuffix("/v1") + "/health", None, "").json == {"status": "ok"}
+    assert asked(server.url.removesuffix("/v1") + "/health", None, "") == {"status": "ok"}
 
 
 @pytest.mark.parametrize(
@@ -568,10 +546,10 @@ def test_what_is_closed(server: Running) -> None:
         ("cors-proxy", None),
     ):
         assert refused(f"{base}/{path}", value)[0] in (403, 501), path
-    elsewhere = asked(f"{server.url}/models", None, Origin="http://example.org")
-    assert elsewhere.headers["Access-Control-Allow-Origin"] is None
-    here = asked(f"{server.url}/models", None, Origin="http://localhost:3000")
-    assert here.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
+    here, key = "http://localhost:3000", "Bearer other"
+    for origin, allowed in (("http://example.org", None), (here, here)):
+        headers, _ = answered(f"{server.url}/models", Origin=origin, Authorization=key)
+        assert headers["Access-Control-Allow-Origin"] == allowed
 
 
 def test_limits(server: Running) -> None:
@@ -581,18 +559,16 @@ def test_limits(server: Running) -> None:
     code, text = refused(url, PROMPT | {"prompt": "far away " * 1100})
     assert code == 400 and "exceeds the available context size (1024 tokens" in text
     wanted = PROMPT | {"max_tokens": 10**9, "ignore_eos": True}
-    reply = asked(url, wanted).json
+    reply = asked(url, wanted)
     assert reply["choices"][0]["finish_reason"] == "length"
     assert 1000 < reply["usage"]["total_tokens"] <= 1024
     many = [f"{i:09}" for i in range(10_000)]
-    assert asked(url, PROMPT | {"stop": many}).json["usage"]["completion_tokens"] == 8
+    assert asked(url, PROMPT | {"stop": many})["usage"]["completion_tokens"] == 8
 
 
 def _positions(url: str) -> int:
     """What a slot has room for, as clients are told."""
-    return asked(url.removesuffix("/v1") + "/props", None).json["default_generation_settings"][
-        "n_ctx"
-    ]
+    return asked(url.removesuffix("/v1") + "/props")["default_generation_settings"]["n_ctx"]
 
 
 @pytest.mark.parametrize(
@@ -610,7 +586,7 @@ def test_a_stretched_context_is_served(server_dir: Path, tiny: Path, rope: str) 
         running.until_ready()
         assert "8192 positions in each of 2 slots" in running.said
         assert _positions(running.url) == 8192
-        answer = asked(f"{running.url}/completions", PROMPT | {"prompt": "far " * 1200}).json
+        answer = asked(f"{running.url}/completions", PROMPT | {"prompt": "far " * 1200})
         assert answer["usage"]["prompt_tokens"] > 4800
         assert running.end() == 0
 
@@ -629,7 +605,7 @@ def test_a_document_beyond_the_training(server_dir: Path, tiny: Path, tmp_path: 
     with serving(REAL, *line, tmp_path / "night.kv", *rope_line) as running:
         url = running.until_ready().url
         assert _positions(url) >= len(text) + 4096
-        answer = asked(f"{url}/completions", PROMPT | {"prompt": text + "Why?"}).json
+        answer = asked(f"{url}/completions", PROMPT | {"prompt": text + "Why?"})
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 4600
         assert running.end() == 0
     assert "prompts that began with a document: 1" in running.said
@@ -648,7 +624,7 @@ def test_slow_clients(server_dir: Path, demo_model: Path) -> None:
             )
             half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
             slow[-1].sendall(half if i % 2 else half[:30])
-        assert asked(f"{url}/completions", PROMPT).json["usage"]["completion_tokens"] == 8
+        assert asked(f"{url}/completions", PROMPT)["usage"]["completion_tokens"] == 8
         for one in slow:
             assert not one.recv(4096) or not one.recv(4096), "closed, with or without an error"
         assert running.end() == 0

@@ -29,110 +29,47 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiny
 from llama import Context, Model, Token, log_text
 from nodes import GROUP, Attend, Watch
 
+from pyorch.attention.bytes import split
+from pyorch.attention.spec import AttentionSpec, LayerK
+
 HEAD_DIM = 32
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A spec, and what it must give: method (rank, k, l) at n positions, in layer il of n_layer."""
-
-    method: str
-    ratio: float = 0.0
-    rank: int = 0
-    topk: int = 0
-    local: int = -1
-    sinks: int = 4
-    min_k: int = 128
-    min_ctx: int = 0
-    mean_v: str = "auto"
-    ramp: bool = False
-    k_layers: tuple[int, ...] = ()
-    shadow: str = "f16"
-
-    def __str__(self) -> str:
-        if self.method in ("off", "dense"):
-            return self.method
-        parts = [self.method, f"sinks={self.sinks}", f"min_ctx={self.min_ctx}"]
-        for key in ("ratio", "rank", "topk"):
-            if getattr(self, key):
-                parts.append(f"{key}={getattr(self, key)}")
-        if self.local >= 0:
-            parts.append(f"local={self.local}")
-        if self.ratio:
-            parts.append(f"min_k={self.min_k}")
-        if self.method == "sparq":
-            parts += [f"mean_v={self.mean_v}", f"shadow={self.shadow}"]
-        if self.ramp:
-            parts.append("budget=ramp")
-        if self.k_layers:
-            parts.append("k_layers=" + ":".join(map(str, self.k_layers)))
-        return ",".join(parts)
-
-    @property
-    def is_sparse(self) -> bool:
-        return self.method in ("sparq", "topk")
-
-    def score_share(self, row: int) -> float:
-        """Share of the bytes that the scores read: half of the ratio, or less.
-
-        row: bytes of K and V of one position and head.
-        """
-        if self.method != "sparq":
-            return 0
-        bits = {"f16": 16, "q8": 8, "q4": 4}[self.shadow]
-        rank = self.rank or min(max(np.floor(self.ratio * row * 4 / bits + 0.5), 1), HEAD_DIM // 2)
-        scale_and_zero = 0 if bits == 16 else 8 / 512
-        return rank * (bits / 8 + scale_and_zero) / row
-
-    def kl(self, layer: int, n_layer: int, n: int, row: int) -> tuple[int, int]:
-        least = self.min_k if self.ratio and not self.k_layers else 1
-        if self.k_layers:
-            k = float(self.k_layers[layer])
-        elif self.topk:
-            k = float(self.topk)
-        else:
-            k = (self.ratio - self.score_share(row)) * n
-        if self.ramp:
-            k *= 2 * (layer + 1) / (n_layer + 1)
-        k = np.floor(k + 0.5)
-        k = int(min(max(k, least, self.sinks + max(self.local, 0) + 1), n))
-        return k, self.local if self.local >= 0 else max(k // 4, 1)
-
-
-def random_spec(rng: np.random.Generator, n_layer: int) -> Spec:
+def random_spec(rng: np.random.Generator, n_layer: int) -> AttentionSpec:
     kind = rng.choice(["off", "dense", "sparq", "sparq_ratio", "topk", "topk_ratio", "all"], p=[
         0.06, 0.08, 0.4, 0.16, 0.12, 0.08, 0.1])  # fmt: skip
-    common = {
+    both: dict[str, Any] = {
         "sinks": int(rng.choice([0, 1, 4])),
-        "local": int(rng.choice([-1, -1, 0, 5])),
+        "local": rng.choice([None, None, 0, 5]),
         "min_ctx": int(rng.choice([0, 0, 0, 256, 512])),
-        "mean_v": str(rng.choice(["auto", "on", "off"])),
-        "ramp": bool(rng.random() < 0.2),
-        "shadow": str(rng.choice(["f16", "q8", "q4"])),
     }
+    sparq: dict[str, Any] = {"mean_v": str(rng.choice(["auto", "on", "off"]))}
+    both["budget"] = "ramp" if rng.random() < 0.2 else "uniform"
+    sparq["shadow"] = str(rng.choice(["f16", "q8", "q4"]))
+    sparq |= both
     if kind in ("off", "dense"):
-        return Spec(str(kind))
+        return AttentionSpec(str(kind))
     if kind == "all":
-        return Spec("sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), topk=10**6, **common)
+        return AttentionSpec("sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), topk=10**6, **sparq)
     if kind == "sparq":
-        k_layers = tuple(rng.integers(16, 64, n_layer).tolist()) if rng.random() < 0.2 else ()
-        topk = 0 if k_layers else int(rng.integers(16, 80))
-        common["ramp"] = common["ramp"] and not k_layers  # a ramp beside k_layers is refused
-        return Spec(
-            "sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), topk=topk, k_layers=k_layers, **common
-        )
+        if rng.random() < 0.2:
+            sparq["k_layers"] = tuple(map(LayerK, rng.integers(16, 64, n_layer).tolist()))
+            sparq["budget"] = "uniform"  # a ramp beside k_layers is refused
+        else:
+            sparq["topk"] = int(rng.integers(16, 80))
+        return AttentionSpec("sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), **sparq)
     ratio = float(rng.choice([0.125, 0.25, 0.5]))
-    if kind == "sparq_ratio":
-        return Spec("sparq", ratio=ratio, min_k=int(rng.integers(12, 40)), **common)
     if kind == "topk":
-        return Spec("topk", topk=int(rng.integers(16, 80)), **common)
-    return Spec("topk", ratio=ratio, min_k=int(rng.integers(12, 40)), **common)
+        return AttentionSpec("topk", topk=int(rng.integers(16, 80)), **both)
+    method, rest = ("sparq", sparq) if kind == "sparq_ratio" else ("topk", both)
+    return AttentionSpec(method, ratio=ratio, min_k=int(rng.integers(12, 40)), **rest)
 
 
 @dataclass(eq=False)
@@ -255,13 +192,14 @@ class Fuzz:
         self.fresh = Context(self.model, n_ctx=1024, n_ubatch=512, **types)
         self.plain = Plain(self.unified, self.n_seq)
         self.size = self.ctx.n_ctx_seq  # cells per stream
-        self.spec = Spec("off")
+        self.spec = AttentionSpec("off")
         self.prompt = ("f32", "fast")[seed // 4 % 2]  # beside each of the other choices
         self.pending = False  # a shift or copy that the next decode will carry out
         self.divided = False  # a shift by seq_div, which llama.cpp cannot copy to another stream
         self.saved: list[tuple[int | None, bytes, Plain]] = []
         self.restored = False  # and there may be more of it to seal
-        self.set_spec(Spec("sparq", rank=8, topk=40))
+        first = AttentionSpec("sparq", rank=8, topk=40, min_ctx=0, shadow="f16")
+        self.set_spec(first)
 
     def note(self, text: str) -> None:
         self.trace.append(text)
@@ -359,7 +297,7 @@ class Fuzz:
             return
         for s in seqs:
             self.ctx.say_draft(s, self.plain.last(s) + 1, n[s])
-        self.plain.draft = tuple(seqs) if self.spec.is_sparse else ()
+        self.plain.draft = tuple(seqs) if self.spec.sparse else ()
         first = {s: self.plain.last(s) + 1 for s in seqs}
         self.note(f"drafts {n}")
         self.decode(batch)
@@ -534,18 +472,19 @@ class Fuzz:
         cells = [c for c in self.plain.cells(seq) if c.position <= position]
         position_of = {c.index: c.position for c in cells}
         by_age = sorted((c.position for c in cells), reverse=True)
-        k, n_local = self.spec.kl(a.layer, self.n_layer, len(by_age), self.row)
+        spec, kv_bytes, of = self.spec, self.row / (2 * HEAD_DIM), (a.layer, self.n_layer)
+        k = split(spec, len(by_age), HEAD_DIM, kv_bytes, il=of[0], n_layer=of[1]).topk
+        n_local = max(k // 4, 1) if spec.local is None else spec.local
         got_k, got_l = a.kl[place].tolist()
-        if len(by_age) <= -(-self.spec.min_ctx // 256) * 256:
+        if len(by_age) <= -(-spec.min_ctx // 256) * 256:
             assert got_k == -1, f"k is {got_k} up to min_ctx"
             return
         off_by = abs(got_k - k)
-        assert off_by <= (self.spec.ratio > 0), (
-            f"k is {got_k}, expected {k}"
-        )  # 1: rounding of a half
+        # 1: rounding of a half
+        assert off_by <= (spec.ratio is not None), f"k is {got_k}, expected {k}"
         assert off_by or got_l == min(n_local, a.n_local_max), f"l is {got_l}, expected {n_local}"
         forced, n = a.forced[place], a.n_local_max
-        for cells, want in (forced[:n], by_age[:n]), (forced[n:], by_age[::-1][: self.spec.sinks]):
+        for cells, want in (forced[:n], by_age[:n]), (forced[n:], by_age[::-1][: spec.sinks]):
             got = [position_of.get(i, p) for i, p in zip(cells[cells >= 0], want, strict=True)]
             assert got == want, f"forced are {got} of {by_age}"
 
@@ -744,7 +683,7 @@ class Fuzz:
         self.note(f"{n} threads")
         self.ctx.set_threads(n)
 
-    def set_spec(self, spec: Spec) -> None:
+    def set_spec(self, spec: AttentionSpec) -> None:
         self.note(f"spec {spec}")
         how = f",prompt={self.prompt}" if spec.method != "off" else ""
         self.ctx.set_sparse(f"{spec}{how}")

@@ -243,23 +243,18 @@ def test_nothing_of_an_empty_sequence_is_written(tiny: Path, tmp_path: Path, n_c
 
 
 @pytest.mark.parametrize("n_sequences", [1, 2])
-def test_a_sequence_that_is_not_there(tiny: Path, book: Path, n_sequences: int) -> None:
+def test_what_a_document_cannot_be_opened_as(tiny: Path, book: Path, n_sequences: int) -> None:
+    """A sequence that is not there, or up to positions that it has not."""
     of = document_file.load(book)
     options = {"n_sequences": n_sequences, "n_ctx": 1536 * n_sequences}
     with engine.load(tiny, attention=SPARSE, **options) as s, book.open("rb") as file:
-        where = file.fileno(), of.image_at, of.n_tokens, of.n_tokens, of.kind.encode()
-        for seq in (-1, n_sequences, 7):
-            with pytest.raises(SparqError, match=f"no sequence {seq}"):
+        for seq, n_read, why in (
+            *((seq, of.n_tokens, f"no sequence {seq}") for seq in (-1, n_sequences, 7)),
+            *((0, n, f"1337 positions cannot be opened up to .* {n}$") for n in (0, N_TEXT + 1)),
+        ):
+            with pytest.raises(SparqError, match=why):
+                where = file.fileno(), of.image_at, of.n_tokens, n_read, of.kind.encode()
                 document._call(s, "open", seq, *where)
-
-
-@pytest.mark.parametrize("n_read", [0, N_TEXT + 1])
-def test_positions_that_a_document_has_not(tiny: Path, book: Path, n_read: int) -> None:
-    of = document_file.load(book)
-    with engine.load(tiny, attention=SPARSE) as s, book.open("rb") as file:
-        where = 0, file.fileno(), of.image_at, of.n_tokens, n_read, of.kind.encode()
-        with pytest.raises(SparqError, match=f"1337 positions cannot be opened up to .* {n_read}$"):
-            document._call(s, "open", *where)
 
 
 def test_a_list_of_documents_with_wrong_numbers(book: Path, tmp_path: Path) -> None:

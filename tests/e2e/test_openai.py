@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,8 @@ from pydantic import BaseModel, Field
 from server import serving, text
 from test_engine import text_of
 from test_server import N_HEAD_KV, N_LAYER, SERVERS
-from tiny_gguf import N_SPECIAL, write_tiny_gguf
+from tiny import N_SPECIAL
+from tiny_gguf import write_tiny_gguf
 
 TEMPLATE = (  # a call of a tool is its JSON, and nothing around it
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -171,14 +171,3 @@ def test_what_is_refused(client: openai.OpenAI, api: str, stream: bool) -> None:
         create(client, api, stream=stream, extra_body={"sparse_attn": "spark"})
     with pytest.raises(openai.BadRequestError, match="exceeds the available context size"):
         create(client, api, text_of(N_CTX + 1), stream=stream)
-
-
-def test_cancelled_streams(client: openai.OpenAI) -> None:
-    """There are more of them than slots, and none would end: each must leave its slot to others."""
-    want = create(client, "chat", **letters()).choices
-    for _ in range(N_SLOT + 1):
-        with create(client, "chat", stream=True, max_tokens=-1, **letters()) as stream:
-            assert len(list(islice(stream, 3))) == 3
-    reply = create(client, "chat", **letters())
-    assert reply.choices == want
-    ran_sparse(reply.timings)

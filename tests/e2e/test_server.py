@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import ask, serving, started, text
+from server import ask, events, sent, serving, started, text
 from test_engine import text_of
 
 N_LAYER, N_HEAD_KV, N_SLOT = 2, 2, 4  # layers and KV heads of the model `tiny`
@@ -152,11 +151,9 @@ def test_a_shifted_context_beside_another_slot(keeper: str) -> None:
     want = fresh(keeper, prompt, **long)
 
     def cancelled(i: int) -> None:
-        body = {"prompt": text_of(350, 30 + i), **ASKED, "id_slot": 1, "stream": True}
-        connection = http.client.HTTPConnection(keeper.removeprefix("http://"), timeout=60)
-        connection.request("POST", "/completion", json.dumps(body | {"n_predict": 100}))
-        connection.getresponse().readline()
-        connection.close()
+        body = {"prompt": text_of(350, 30 + i), **ASKED, "id_slot": 1, "n_predict": 100}
+        with closing(sent(keeper, body)) as connection:
+            next(events(connection))
 
     with ThreadPoolExecutor(2) as pool:
         reply = pool.submit(fresh, keeper, prompt, **long)
@@ -243,11 +240,10 @@ def said_and_read(url: str, n: int, seed: int = 1, **more: Any) -> tuple[str, di
 def test_beside_a_longer_request(pair: str, n: int) -> None:
     """Neither min_ctx nor the runs that tell the spread of K go by the longest of a batch."""
     want = said_and_read(pair, n)
-    body = {"prompt": text_of(1600, 2), **ASKED, "id_slot": 1, "stream": True, "n_predict": 400}
-    connection = http.client.HTTPConnection(pair.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/completion", json.dumps(body))
-    with closing(connection), connection.getresponse() as other:
-        other.readline()
+    body = {"prompt": text_of(1600, 2), **ASKED, "id_slot": 1, "n_predict": 400}
+    with closing(sent(pair, body)) as connection:
+        other = events(connection)
+        next(other)
         assert said_and_read(pair, n) == want
 
 
@@ -266,9 +262,9 @@ def test_a_signal_amid_a_reply(by: int, server_dir: Path, tiny: Path, tmp_path: 
     """It ends the server, whatever lock the thread that it interrupts holds."""
     line = ("-m", tiny, "-t", 1, "-np", 1, "-c", 4096, "--sparse-attn", "dense")
     for i in range(4):
-        body = {"prompt": text_of(50, i), **ASKED, "stream": True, "n_predict": 3000}
-        with started(server_dir, tmp_path / "log", *line, by=by) as (url, _):
-            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-            connection.request("POST", "/completion", json.dumps(body))
-            with closing(connection), connection.getresponse() as answer:
-                answer.readline()  # and leave: it would wait for clients
+        body = {"prompt": text_of(50, i), **ASKED, "n_predict": 3000}
+        with (
+            started(server_dir, tmp_path / "log", *line, by=by) as (url, _),
+            closing(sent(url, body)) as connection,
+        ):
+            next(events(connection))  # and leave: it would wait for clients

@@ -12,7 +12,7 @@ import pytest
 import tiny as tiny_models
 from server import ask, serving, text
 from test_documents import SPARSE, reading
-from tiny_gguf import finish
+from tiny import finish
 
 from pyorch import engine
 from pyorch.engine import document_file

@@ -7,7 +7,6 @@ with SmolLM2-135M-Instruct, where `sparq-cpp pull smollm2-135m-instruct` has put
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import random
 import re
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server import ask, resident, started, text
+from server import HANGS_S, ask, events, resident, sent, started, text
 
 from pyorch import paths
 from pyorch.models import cards, wheel
@@ -34,7 +33,6 @@ from pyorch.models import cards, wheel
 SECONDS = float(os.environ.get("SPARQ_LOAD_SECONDS", "10"))
 REAL, REAL_S = "smollm2-135m-instruct", 60  # a model with sense, and from which length on it serves
 N_CLIENT, N_SLOT, N_CTX, N_TOKEN = 16, 4, 1536, 32  # positions of a slot, tokens of a reply
-HANGS_S = 300  # a request that takes longer; of the real model three others come before it
 
 # Tokens of a prompt, and its attention. Up to min_ctx positions it is exact, whatever others have.
 SERVERS = "sparq,ratio=1/8,min_ctx=256"
@@ -94,21 +92,6 @@ def served(
     line += ["--sparse-attn", f"{SERVERS},shadow={shadow}"]
     with started(tools, folder / "log", *line, ends=ends) as found:
         yield found
-
-
-def sent(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """The connection of a streamed reply; who closes it hangs up."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=HANGS_S)
-    connection.request("POST", "/completion", json.dumps(body | {"stream": True}))
-    return connection
-
-
-def events(connection: http.client.HTTPConnection) -> Iterator[dict[str, Any]]:
-    with connection.getresponse() as answer:
-        assert answer.status == 200, answer.read()
-        for line in answer:
-            if line.startswith(b"data: "):
-                yield json.loads(line[6:])
 
 
 def reply(url: str, body: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:

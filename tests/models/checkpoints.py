@@ -1,8 +1,6 @@
-"""Small random checkpoints in the format of transformers.
+"""A small random Llama in the format of transformers, with a vocabulary of sentencepiece.
 
-Llama has a vocabulary of sentencepiece, Qwen2 one of the tokenizers of transformers, biases, and a
-tied head: what differs beyond that is for llama.cpp to test, and so is what a converted model
-computes.
+Other architectures and tokenizers are for llama.cpp to test, and so is what a model computes.
 """
 
 from __future__ import annotations
@@ -10,64 +8,38 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf_mutations import parse
 
 Weights = dict[str, np.ndarray]
 _SPACE = "\u2581"
 
 
-@dataclass(frozen=True)
-class Arch:
-    """One architecture: its config.json, and what differs in its weights."""
-
-    config: dict[str, Any]
-    tokenizer: str  # of `write_checkpoint`
-    qkv_bias: bool = False
-
-
-def _config(arch: str, model_type: str, **more: Any) -> dict[str, Any]:
-    base = {
-        "architectures": [arch],
-        "model_type": model_type,
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "vocab_size": 260,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-    }
-    return base | more
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "vocab_size": 260,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
 
 
-ARCHS = {
-    "llama": Arch(_config("LlamaForCausalLM", "llama"), "sentencepiece"),
-    "qwen2": Arch(
-        _config(
-            "Qwen2ForCausalLM", "qwen2", vocab_size=151936, tie_word_embeddings=True,
-            rope_theta=1e6, rms_norm_eps=1e-6, bos_token_id=151643, eos_token_id=151643,
-        ),
-        "qwen2",
-        qkv_bias=True,
-    ),
-}  # fmt: skip
-
-
-def make_weights(arch: Arch, seed: int = 0) -> Weights:
+def make_weights() -> Weights:
     """Random weights by their names in the checkpoint, float32."""
-    rng, c, w = np.random.default_rng(seed), arch.config, {}
+    rng, c, w = np.random.default_rng(0), CONFIG, {}
     n, n_ff, n_vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     hd = n // c["num_attention_heads"]
     n_q, n_kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
@@ -75,27 +47,21 @@ def make_weights(arch: Arch, seed: int = 0) -> Weights:
     def matrix(name: str, n_out: int, n_in: int, gain: float = 1.0) -> None:
         w[name] = (rng.standard_normal((n_out, n_in)) * gain / math.sqrt(n_in)).astype(np.float32)
 
-    def vector(name: str, size: int, mean: float = 0.0, spread: float = 0.2) -> None:
-        w[name] = (mean + spread * rng.standard_normal(size)).astype(np.float32)
-
-    def norm(name: str, size: int) -> None:
-        vector(name + ".weight", size, 1.0)
+    def norm(name: str) -> None:
+        w[name + ".weight"] = (1 + 0.2 * rng.standard_normal(n)).astype(np.float32)
 
     matrix("model.embed_tokens.weight", n_vocab, n, math.sqrt(n))
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
-        norm(p + "input_layernorm", n)
-        norm(p + "post_attention_layernorm", n)
+        norm(p + "input_layernorm")
+        norm(p + "post_attention_layernorm")
         for name, size in (("q", n_q), ("k", n_kv), ("v", n_kv)):
             matrix(p + f"self_attn.{name}_proj.weight", size, n, 1.5)
-            if arch.qkv_bias:
-                vector(p + f"self_attn.{name}_proj.bias", size)
         matrix(p + "self_attn.o_proj.weight", n, n_q, 1.5)
         for name, n_out, n_in in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
             matrix(p + f"mlp.{name}_proj.weight", n_out, n_in)
-    norm("model.norm", n)
-    if not c["tie_word_embeddings"]:
-        matrix("lm_head.weight", n_vocab, n, 2.0)
+    norm("model.norm")
+    matrix("lm_head.weight", n_vocab, n, 2.0)
     return w
 
 
@@ -118,10 +84,11 @@ def write_safetensors(path: Path, tensors: Weights) -> Path:
     return path
 
 
-def write_checkpoint(folder: Path, arch: Arch, weights: Weights, vocab: Path | None = None) -> Path:
-    """A folder as transformers saves it, in two shards. `vocab`: GGUF vocabularies of llama.cpp."""
+def write_checkpoint(folder: Path) -> Path:
+    """A folder as transformers saves it, in two shards."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(arch.config))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    weights = make_weights()
     names = list(weights)
     parts = [names[: len(names) // 2], names[len(names) // 2 :]]
     index = {}
@@ -130,11 +97,7 @@ def write_checkpoint(folder: Path, arch: Arch, weights: Weights, vocab: Path | N
         write_safetensors(folder / name, {n: weights[n] for n in part})
         index |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    if arch.tokenizer == "sentencepiece":
-        _write_sentencepiece(folder)
-    else:
-        assert vocab is not None
-        _write_byte_level(folder, vocab / "ggml-vocab-qwen2.gguf")
+    _write_sentencepiece(folder)
     return folder
 
 
@@ -170,46 +133,3 @@ def _varint(n: int) -> bytes:
     while n > 127:
         out, n = out + bytes([n & 127 | 128]), n >> 7
     return out + bytes([n])
-
-
-# how Qwen2 cuts text before BPE
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _write_byte_level(folder: Path, vocab: Path) -> None:
-    """tokenizer.json of a real vocabulary, which llama.cpp recognises by what it does."""
-    keys = {k.name.decode(): k.value for k in parse(vocab).keys}
-    tokens, merges, types = (
-        keys[f"tokenizer.ggml.{k}"][1] for k in ("tokens", "merges", "token_type")
-    )
-    tokens, merges = [t.decode() for t in tokens], [t.decode() for t in merges]
-    special = [
-        {"id": i, "content": t, "special": types[i] == 3, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
-        for i, t in enumerate(tokens) if types[i] in (3, 4)
-    ]  # fmt: skip
-    added = {s["id"] for s in special}
-    plain = {t: i for i, t in enumerate(tokens) if i not in added and types[i] == 1}
-    model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-        "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
-        "vocab": plain, "merges": merges,
-    }  # fmt: skip
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    split = {"type": "Split", "pattern": {"Regex": _QWEN2}, "behavior": "Isolated", "invert": False}
-    cut = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
-    parts = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
-        "normalizer": {"type": "NFC"}, "pre_tokenizer": cut, "post_processor": None,
-        "decoder": byte_level | {"use_regex": False}, "model": model,
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(parts, ensure_ascii=False), "utf-8")
-    config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "eos_token": "<|endoftext|>",
-        "bos_token": "<|endoftext|>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))

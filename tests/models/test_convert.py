@@ -1,4 +1,4 @@
-"""convert: the real converter on two architectures (slow), our own code around it (quick)."""
+"""convert: the real converter (slow), our own code around it (quick)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import ARCHS, make_weights, write_checkpoint, write_safetensors
+from checkpoints import CONFIG, make_weights, write_checkpoint, write_safetensors
 from hub_server import REPO, Hub
 from tiny_gguf import write_tiny_gguf
 
@@ -25,7 +25,6 @@ from pyorch import engine, paths
 from pyorch.errors import SparqError
 from pyorch.models import convert, convert_env
 from pyorch.models.gguf_file import read_gguf
-from pyorch.native import source
 from pyorch.progress import say
 
 SPARSE = "sparq,rank=8,topk=24,min_ctx=0"
@@ -37,27 +36,11 @@ def python() -> list[str]:
     return convert_env.python(say, say)
 
 
-@pytest.fixture(scope="session")
-def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary that comes with the pinned source."""
-    pin = source.read_pin()
-    where, folder = source.locate(pin), tmp_path_factory.mktemp("vocab")
-    source.fetch(pin, where, say)
-    source.unpack(where, f"{pin.folder}/models", folder, only=("ggml-vocab-qwen2.gguf",))
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHS)
-def test_a_converted_model_decodes(
-    tmp_path: Path, python: list[str], vocab: Path, name: str
-) -> None:
+def test_a_converted_model_decodes(tmp_path: Path, python: list[str]) -> None:
     """What it computes is for llama.cpp's converter to test."""
-    arch = ARCHS[name]
-    weights = make_weights(arch)
-    folder = write_checkpoint(tmp_path / "model", arch, weights, vocab)
-    checkpoint = convert.read_checkpoint(folder)
-    assert checkpoint.n_weights == sum(w.size for w in weights.values())
+    checkpoint = convert.read_checkpoint(write_checkpoint(tmp_path / "model"))
+    assert checkpoint.n_weights == sum(w.size for w in make_weights().values())
     convert.check_architecture(checkpoint, say)
     out = tmp_path / "model.gguf"
     scripts = convert_env.scripts(say)
@@ -71,13 +54,13 @@ def test_a_converted_model_decodes(
         engine.reset_counters(s)
         engine.decode(s, tokens[-1])
         assert np.isfinite(engine.logits(s)).all()
-        assert engine.info(s).counter("calls_sparse") == arch.config["num_hidden_layers"]
+        assert engine.info(s).counter("calls_sparse") == CONFIG["num_hidden_layers"]
 
 
 @pytest.mark.slow
 def test_types_of_weights(tmp_path: Path, python: list[str]) -> None:
-    folder = write_checkpoint(tmp_path / "m", ARCHS["llama"], make_weights(ARCHS["llama"]))
-    checkpoint, scripts = convert.read_checkpoint(folder), convert_env.scripts(say)
+    checkpoint = convert.read_checkpoint(write_checkpoint(tmp_path / "m"))
+    scripts = convert_env.scripts(say)
     for outtype, kind in (("auto", "f16"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0")):
         out = tmp_path / f"{outtype}.gguf"
         file = convert.convert(checkpoint, out, outtype, python=python, scripts=scripts)
@@ -127,7 +110,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def folder(tmp_path: Path) -> Path:
     """A checkpoint of two shards."""
     path = tmp_path / "My-Model"
-    return write_checkpoint(path, ARCHS["llama"], make_weights(ARCHS["llama"]))
+    return write_checkpoint(path)
 
 
 def test_what_the_converter_sees(
@@ -312,7 +295,7 @@ def test_folders_of_other_kinds(tmp_path: Path) -> None:
     with pytest.raises(SparqError) as e:
         convert.read_checkpoint(tmp_path)
     assert "original format" in e.value.hint
-    (tmp_path / "config.json").write_text(json.dumps(ARCHS["llama"].config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "pytorch_model.bin").write_text("")
     with pytest.raises(SparqError, match="no model.*safetensors") as e:
         convert.read_checkpoint(tmp_path)

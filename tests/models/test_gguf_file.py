@@ -57,19 +57,6 @@ def test_a_file_that_is_no_language_model(tmp_path: Path) -> None:
         geometry(read_gguf(path))
 
 
-def test_a_split_model_needs_its_parts(tmp_path: Path) -> None:
-    one = write_tiny_gguf(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2})
-    with pytest.raises(SparqError, match="m-00002-of-00002.gguf: part 2 of 2 is missing"):
-        read_gguf(one)
-    two = write_tiny_gguf(tmp_path / "m-00002-of-00002.gguf", **{"split.count": 2, "split.no": 1})
-    with pytest.raises(SparqError, match="21 of 42 are different"):
-        read_gguf(one)
-    two.write_bytes(two.read_bytes().replace(b".weight", b".second"))
-    assert read_gguf(one).n_bytes == one.stat().st_size + two.stat().st_size
-    with pytest.raises(SparqError, match="not named as the first"):
-        read_gguf(two)
-
-
 def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = read_gguf(tiny)
     weights = geometry(file).weight_bytes

@@ -308,7 +308,10 @@ def test_split_files_that_lie(base: Model, tmp_path: Path) -> None:
 
     good = read_gguf(write(*parts))
     assert len(good.tensors) == len(base.rows) and len(good.parts) == 2
+    assert good.n_bytes == sum(part.stat().st_size for part in tmp_path.iterdir())
     geometry(good)
+    with pytest.raises(SparqError, match="not named as the first"):
+        read_gguf(tmp_path / "m-00002-of-00002.gguf")
     with pytest.raises(SparqError, match="do not belong together"):
         read_gguf(write(parts[0], parts[0]))
     for name, value, message in (

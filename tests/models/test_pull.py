@@ -183,7 +183,7 @@ def split(folder: Path) -> dict[str, bytes]:
     out = {}
     for i in (1, 2):
         path = folder / f"m-Q4_K_M-0000{i}-of-00002.gguf"
-        write_tiny_gguf(path, n_layer=1, **{"split.count": 2, "split.no": i - 1})
+        write_tiny_gguf(path, n_layer=1, keys={"split.count": 2, "split.no": i - 1})
         name = b".weight" if i == 1 else b".second"  # no tensor is in both
         out[f"Q4_K_M/{path.name}"] = path.read_bytes().replace(b".weight", name)
     return out

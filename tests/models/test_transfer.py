@@ -48,7 +48,7 @@ def shards(folder: Path, n: int) -> dict[str, bytes]:
     out = {}
     for i in range(1, n + 1):
         path = folder / f"m-0000{i}-of-0000{n}.gguf"
-        write_tiny_gguf(path, n_layer=1, seed=i, **{"split.count": n})
+        write_tiny_gguf(path, n_layer=1, seed=i, keys={"split.count": n})
         out[path.name] = path.read_bytes()
     return out
 

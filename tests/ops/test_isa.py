@@ -59,19 +59,12 @@ def check_cases(isa: IsaGgml, chosen: list[cases.Case], check: Callable[..., Non
             raise AssertionError(f"{case}: {error}") from error
 
 
-def test_isa_prefill(isa: IsaGgml) -> None:
-    check_cases(isa, test_prefill.CASES[::3], test_prefill.check_prefill)
+@pytest.mark.parametrize("fast", [False, True])
+def test_isa_prefill(isa: IsaGgml, fast: bool) -> None:
+    check_cases(isa, test_prefill.CASES[::3], partial(test_prefill.check_prefill, fast=fast))
     leak = test_prefill.test_prefill_hidden_positions_never_leak
     for what in ("k", "v"):
-        leak(test_prefill.WHOLE, 61, what, float("nan"), False, isa)
-
-
-def test_isa_fast_prefill(isa: IsaGgml) -> None:
-    fast = partial(test_prefill.check_prefill, fast=True)
-    check_cases(isa, test_prefill.CASES[::3], fast)
-    leak = test_prefill.test_prefill_hidden_positions_never_leak
-    for what in ("k", "v"):
-        leak(test_prefill.WHOLE, 61, what, float("nan"), True, isa)
+        leak(test_prefill.WHOLE, 61, what, float("nan"), fast, isa)
 
 
 def test_isa_prefill_choice(isa: IsaGgml) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -11,10 +12,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 READY_S = 60  # that a server has to load its model
+HANGS_S = 300  # a request that takes longer; of the real model three others come before it
 
 
 def resident(pid: int | str = "self") -> int:
@@ -70,14 +73,34 @@ def ready(server: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(log.read_text(errors="replace"))
 
 
-def text(url: str, value: dict[str, Any] | list[Any] | None = None) -> str:
-    """The answer to a request, which is a POST with a `value`."""
-    body = None if value is None else json.dumps(value).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+def answered(url: str, value: Any = None, **headers: str) -> tuple[Message, str]:
+    """The headers and the text of an answer to a request, which is a POST with a `value`: JSON, or
+    bytes."""
+    body = value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=60) as answer:
-        return answer.read().decode()
+        return answer.headers, answer.read().decode()
+
+
+def text(url: str, value: dict[str, Any] | list[Any] | None = None) -> str:
+    return answered(url, value)[1]
 
 
 def ask(url: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
     return json.loads(text(url, value))
+
+
+def sent(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+    """The connection of a streamed reply; who closes it hangs up."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=HANGS_S)
+    connection.request("POST", "/completion", json.dumps(body | {"stream": True}))
+    return connection
+
+
+def events(connection: http.client.HTTPConnection) -> Iterator[dict[str, Any]]:
+    with connection.getresponse() as answer:
+        assert answer.status == 200, answer.read()
+        for line in answer:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
