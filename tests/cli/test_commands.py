@@ -107,6 +107,7 @@ def test_work_of_unknown_length_is_shown_after_two_seconds(
         turn()
     assert capsys.readouterr().err == "sparq-cpp: loading ...\n"
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so do its older versions
     with progress.spinner("loading") as turn:
         now[0] = 6
         turn()

@@ -402,7 +402,7 @@ def test_a_stray_word(run: Callable[..., Any], tiny: Path) -> None:
 
 def test_an_option_of_theirs_before_the_dashes(run: Callable[..., Any], tiny: Path) -> None:
     result = run("serve", "-m", tiny, "--chat-template-file", "t.jinja")
-    assert result.code == 2 and "No such option '--chat-template-file'" in result.err
+    assert result.code == 2 and "--chat-template-file" in result.err.splitlines()[0]
     assert result.err.endswith("sparq-cpp serve ... -- --chat-template-file\n")
 
 
