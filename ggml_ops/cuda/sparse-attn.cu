@@ -456,7 +456,8 @@ bool is_shadow(const ggml_tensor * k_t, const ggml_tensor * k_range) {
 bool is_on_host(const ggml_tensor * t) { return t && t->buffer && ggml_backend_buffer_is_host(t->buffer); }
 
 constexpr int64_t GRID_MAX = 65535;   // blocks along y and z
-constexpr int64_t N_KV_MAX = LIST_MAX*LIST_KEYS; // two million positions
+constexpr int64_t N_KV_MAX = 1 << 30; // cells are numbered in 32 bits, with room for a stride
+constexpr int64_t N_SELECT_MAX = LIST_MAX*LIST_KEYS; // positions that lists have room for
 
 } // namespace
 
@@ -505,11 +506,12 @@ bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
         case GGML_SPARSE_ATTN_VISIBLE:
             return dst->ne[1] <= GRID_MAX && dst->ne[3] <= GRID_MAX;
         case GGML_SPARSE_ATTN_SCORE:
-        case GGML_SPARSE_ATTN_SCORE_SELECT:
             return is_qk() && (!src.k_t || is_shadow(src.k_t, src.k_range));
+        case GGML_SPARSE_ATTN_SCORE_SELECT:
+            return is_qk() && k->ne[2] <= N_SELECT_MAX && (!src.k_t || is_shadow(src.k_t, src.k_range));
         case GGML_SPARSE_ATTN_SELECT: {
             const ggml_tensor * logits = src.logits;
-            return logits->ne[0] <= N_KV_MAX && logits->ne[1] <= GRID_MAX && logits->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
+            return logits->ne[0] <= N_SELECT_MAX && logits->ne[1] <= GRID_MAX && logits->ne[1]/dst->ne[1] <= G_MAX && dst->ne[2]*dst->ne[3] <= GRID_MAX;
         }
         case GGML_SPARSE_ATTN_ATTEND:
             return is_qk() && is_kv(src.v);

@@ -103,8 +103,8 @@ bool is_latent(const attention & a) {
             ggml_sparse_kv_block(a.k->type) > 0 && llama_sparse_is_cpu(a.device());
 }
 
-// Does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory, and does unless it is
-// told otherwise: which of the two is faster nobody has measured
+// Does a CPU compute the prompts of a layer? With a GPU, llama.cpp may run a prompt there even where K lies in host memory. It does so unless it is
+// told otherwise, since nobody has measured which of the two is faster
 bool is_prompt_on_cpu(const attention & a) {
     for (int i = 0; i < ggml_backend_sched_get_n_backends(a.g.sched) && !a.inp.state->prompt_on_cpu; ++i) {
         const auto dev = ggml_backend_get_device(ggml_backend_sched_get_backend(a.g.sched, i));

@@ -63,7 +63,9 @@ def kernel_name(mangled: str) -> str:
 
 # bytes that kernels of these names may spill, outside their loops: that of a layer, whose registers
 # are few so that 2 or 3 blocks fit on a multiprocessor, and scans of shadows that few use
-SPILLS = {"layer<4,1,1>": 256, "layer<4,4,1>": 384, "score<8,1": 32, "score<16,1": 32}
+SPILLS = {"layer<4,1,1>": 256, "layer<4,4,1>": 384, "score<8,1": 16, "score<16,1": 16}
+# and what nvcc 13.0 makes of these scans for Blackwell
+MORE = {("sm_100", "score<8,1"): 24, ("sm_120", "score<16,1"): 32}
 
 
 def is_hot(name: str) -> bool:
@@ -94,7 +96,7 @@ def test_hot_kernels_spill_nothing(arch: str, ggml_headers: Path, tmp_path: Path
         assert (r.stack, r.spilled) == (0, 0), f"{name}: {r}"
     for prefix, most in SPILLS.items():
         found = {name: r.spilled for name, r in kernels.items() if name.startswith(prefix)}
-        assert found and max(found.values()) <= most, found
+        assert found and max(found.values()) <= MORE.get((arch, prefix), most), found
     for name, r in kernels.items():
         n_thread = 1024 if name.startswith("select<1024") else 256
         assert r.registers * n_thread <= N_REGISTER, f"{name}: {r}"

@@ -456,19 +456,6 @@ def test_select_one_huge_logit(g: int, ggml) -> None:
             assert np.isneginf(got.rest).all()
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-@pytest.mark.parametrize("g", [1, 4])
-def test_select_where_a_sample_misleads(g: int, top_p: float, ggml) -> None:
-    """CUDA guesses the cut of a long row from eight cells beside each other, all over it. Here
-    they have the largest logits, so too few cells reach the guess, and all have to be read."""
-    n, k = 9001, 1500
-    logits = np.random.default_rng(g).standard_normal((1, 1, g, n)).astype(np.float32)
-    logits[..., np.arange(n) % (n // 128) < 8] += 30
-    forced = [8990, 20, 8990, -1]
-    got = run_select(ggml, logits, k, forced, n_local_max=1, local=1, rest=True, top_p=top_p)
-    check_selection(got.cells[0, 0, 0], logits[0, 0], k, [20, 8990], top_p)
-
-
 @pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize("g", [1, 4])
 def test_select_of_what_is_not_finite(g: int, rest: bool, ggml) -> None:
