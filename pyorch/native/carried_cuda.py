@@ -29,6 +29,8 @@ MODULE = "sparq_cpp_cuda"
 MAJOR = "13"  # of CUDA, with whose libraries it is linked
 NVIDIA = "nvidia"  # the link beside the backend, where that looks for NVIDIA's libraries
 _DRIVER = Path("/proc/driver/nvidia/version")
+# llama.cpp takes these to have code of their own, and launches blocks that other code is not for.
+_NEED_THEIR_OWN = ("89", "121")
 _NEEDED = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13")
 
 
@@ -118,7 +120,8 @@ def _make(cpu: Path, package: Path, nvidia: Path, target: Path) -> None:
 
 def _runs(device: str, arch: str) -> bool:
     """Whether a device runs code for an architecture: of its generation, and not newer."""
-    return device[:-1] == arch[:-1] and device[-1] >= arch[-1] and (arch != "120" or device == arch)
+    older = device[:-1] == arch[:-1] and device[-1] > arch[-1] and device not in _NEED_THEIR_OWN
+    return device == arch or older
 
 
 def _libraries() -> Path | None:

@@ -31,8 +31,7 @@ from pyorch.errors import SparqError
 from pyorch.native import build, carried_cuda, cmake, cuda, probe, source, wheel
 from pyorch.progress import progress_bar, say
 
-# A100; RTX 3000 and A10; RTX 4000 and L4; H100; RTX 5000. Code for an older one of the same digit
-# would run, but llama.cpp's host side takes an RTX 4000 for what only its own code is made for.
+# A100; RTX 3000 and A10; RTX 4000 and L4; H100; RTX 5000
 ARCHS = ("80", "86", "89", "90", "120")
 # Asked for by what GCC compiles, and only in glibc 2.32: 0, there may be several threads.
 _OLDER_GLIBC = "char __libc_single_threaded;\n"

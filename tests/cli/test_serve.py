@@ -180,6 +180,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     line = ("--ratio", "1/8", "--ctx", 2048, "-np", 3, "-t", 1, "-ctk", "q8_0", "--numa", "isolate")
     rope = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096, "-nr", "-nkvo")
     env = {"LLAMA_ARG_TOOLS": "all", "AIP_MODE": "PREDICTION", "SPARQ_ATTN": "topk,k=8"}
+    env |= {"SPARQ_PROMPT_ON_CPU": "1"}
     with standin("", *line, *rope, "--api-key-file", key, "--", "--metrics", **env) as running:
         running.until_ready()
         started = standin.started()
@@ -198,7 +199,8 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert argv.count("--api-key-file") == 2 and after(argv, "--api-key-file") == str(key)
     assert "secret" not in f"{argv} {started['env']} {running.said}"
     assert started["mask"] == 0o077, "slots and logs that it writes are made of what people asked"
-    assert not [k for k in started["env"] if k.startswith(("LLAMA_", "AIP_", "SPARQ_"))]
+    foreign = [k for k in started["env"] if k.startswith(("LLAMA_", "AIP_", "SPARQ_"))]
+    assert foreign == ["SPARQ_PROMPT_ON_CPU"]
     first, ready, account = running.said.splitlines()
     assert first == "tiny.gguf, attention sparq,ratio=1/8, 2048 positions in each of 3 slots"
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1 is ready; Ctrl-C ends it", ready)
