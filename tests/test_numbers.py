@@ -117,8 +117,8 @@ def sentences() -> list[str]:
         f"With `--no-repack`, which suits both, Qwen2.5-Coder-1.5B reads [32,000 "
         f"tokens](docs/measurements.md#time-of-a-prompt) {prompt(*whole, fast, repack=False)} "
         f"times as fast as in llama.cpp (summed from four depths), and its replies are as close "
-        f"to llama.cpp's `-fa 1` as those of `-fa 0`: {rounding('q15')} the KL. "
-        f"`prompt=sparse` makes it {prompt(*whole, sparse, repack=False)} times",
+        f"to llama.cpp's `-fa 1` as those of `-fa 0`: {rounding('q15')} the KL divergence. "
+        f"`prompt=sparse` reads it {prompt(*whole, sparse, repack=False)} times as fast",
         f"Eight users with 4,096 positions each get [{users()} "
         "times](docs/measurements.md#many-users-at-once) as many tokens",
         f"Of the {n_made} architectures that llama.cpp's own test makes models of, {n_sparse} run "
@@ -127,7 +127,7 @@ def sentences() -> list[str]:
         f"and {on_gpu(131072)}x at 128k. Whole tokens gain {gpu_token(32768)}x at 32k "
         f"and {gpu_token(46080)}x at 45k, and nothing at 8k",
         f"read less than {AttentionSpec('sparq', ratio=0.5).gpu_min_mb} MB",
-        f"Contexts below {AttentionSpec('sparq', ratio=0.5).min_ctx:,} positions run exact",
+        f"Contexts of up to {AttentionSpec('sparq', ratio=0.5).min_ctx:,} positions run exact",
         *quality(),
     ]
 

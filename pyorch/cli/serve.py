@@ -63,7 +63,7 @@ _SAFE = (
 # The variables that llama-server takes options from. The line has all of its options, and nobody
 # expects a variable that is left over from elsewhere to open a door.
 _FOREIGN = ("LLAMA_", "AIP_", "SPARQ_")
-_OUR_OWN = "SPARQ_PROMPT_ON_CPU"  # which no option of ours stands for
+_KEPT = "SPARQ_PROMPT_ON_CPU"  # which no option of ours stands for
 
 # our option -> those of llama-server that it stands for, in our own line for it
 _OURS = {
@@ -316,7 +316,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     in_memory = _kv_in_memory(served, program.parent)
     adapted = any(word.startswith("--lora") for word in more)
     argv = [str(program), *_arguments(served, adapted), *_SAFE, *more]
-    env = {k: v for k, v in os.environ.items() if k == _OUR_OWN or not k.startswith(_FOREIGN)}
+    env = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_FOREIGN)}
     account = Account()
     with (
         _list_of(served.documents) as documents,
