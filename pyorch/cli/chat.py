@@ -306,10 +306,11 @@ def _resume(name: str) -> list[dict[str, str]]:
 
 
 def _reply(chat: Chat, text: str) -> None:
-    """Answer a message. If that fails the message does not stay in the conversation, but a text of
-    /read moves to the next message."""
+    """Answer a message. If that fails the conversation is as it was before, but a text of /read
+    moves to the next message."""
     from pyorch import engine
 
+    before = list(chat.messages)
     read, chat.text = chat.text, ""
     chat.messages.append({"role": "user", "content": read + text})
     if read:
@@ -320,12 +321,12 @@ def _reply(chat: Chat, text: str) -> None:
         sampling = chat.sampling.drawn()
         reply, finish = _stream(chat, prompt, sampling)
     except (SparqError, KeyboardInterrupt):
-        _take_back(chat, read)
+        _take_back(chat, before, read)
         raise
     if reply or finish != "interrupted":
         chat.messages.append({"role": "assistant", "content": reply})
     else:  # it was stopped during prefill
-        _take_back(chat, read)
+        _take_back(chat, before, read)
     chat.summary = summary_of(chat.session)
     chat_documents.keep(chat)
     if chat.as_json:
@@ -336,9 +337,10 @@ def _reply(chat: Chat, text: str) -> None:
     _note_end(chat, finish)
 
 
-def _take_back(chat: Chat, read: str) -> None:
-    """Drop the message that was not answered, and keep its text of /read for the next one."""
-    chat.messages.pop()
+def _take_back(chat: Chat, before: list[dict[str, str]], read: str) -> None:
+    """Put back the conversation from before a message that was not answered, and keep the text of
+    /read that it had for the next one."""
+    chat.messages[:] = before
     if read:
         chat.read.pop()
         chat.text = read
@@ -365,12 +367,13 @@ def _trimmed_prompt(chat: Chat) -> list[int]:
     dropped = 0
     while True:
         tokens = chat.template.tokens(chat.messages)
+        fits = len(tokens) + LEFT_FREE <= chat.session.n_ctx
         oldest = _oldest(chat)
-        if len(tokens) + LEFT_FREE <= chat.session.n_ctx or oldest is None:
+        if fits or oldest is None:
             break
         del chat.messages[oldest : oldest + 2]  # a question and its answer
         dropped += 2
-    if dropped:
+    if dropped and fits:
         note(f"note: the context is full: the {dropped} oldest messages were dropped", "yellow")
     return tokens
 

@@ -799,6 +799,24 @@ def test_bytes_that_are_not_utf8_in_a_terminal(
     assert not edited or (tmp_path / "chat_history").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_message_that_is_too_long_leaves_the_conversation(
+    tiny_chat: Path, tmp_path: Path
+) -> None:
+    args = ("--ctx", 512, "-n", 8)
+    with chat_on_a_terminal(tiny_chat, tmp_path, *args) as (child, terminal):
+        type_into(
+            terminal,
+            (b"> ", b"one\n"),
+            (b"tokens/s.*> ", b"two\n"),
+            (b"tokens/s.*> ", b"long " * 600 + b"\n"),
+            (b"error: .*> ", f"/save {tmp_path}/talk.json\n".encode()),
+            (b"messages written.*> ", b"\x04"),
+        )
+    assert child.returncode == 0
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [m["content"] for m in messages[::2]] == ["one", "two"] and len(messages) == 4
+
+
 def test_what_is_typed_is_not_kept_unasked(tiny_chat: Path, tmp_path: Path) -> None:
     with chat_on_a_terminal(tiny_chat, tmp_path, "-n", 4, "--no-keep") as (child, terminal):
         type_into(terminal, (b"> ", b"hello\n"), (b"tokens/s.*> ", b"\x04"))
