@@ -70,7 +70,7 @@ class Cache:
         """
         sizes = {il: n for il, n in self.layer_bytes().items() if il in layers}
         free -= 2 * self.n_batch * self.n_ctx  # the mask
-        if sum(sizes.values()) <= free:
+        if not sizes or sum(sizes.values()) <= free:
             return ()
         # llama.cpp reads a prompt on the GPU, which gets K and V of a layer at a time for it
         free -= max(sizes.values())

@@ -99,12 +99,14 @@ class MemoryReader:
 
 
 def measured(n_threads: int) -> float:
-    """The bytes per second that the threads read from memory: the median of a few passes.
+    """The bytes per second that the threads read from memory: the median of a few passes. Fewer
+    threads read where the free memory has no room for the buffers of all, as in a small container
+    on a large machine, where the system would end the program.
 
     Raises:
         SparqError: as `MemoryReader`.
     """
-    reader = MemoryReader(n_threads)
+    reader = MemoryReader(max(1, min(n_threads, available_memory() // SHARE // LEAST_BYTES)))
     reader.read()
     return statistics.median(reader.read() for _ in range(5))
 
@@ -157,7 +159,8 @@ def together(work: Callable[[int], None], n: int, cpus: Sequence[int] = ()) -> f
 
 
 def usual_bytes(n_threads: int) -> int:
-    """The bytes of each thread's buffer: all together take at most a share of the free memory."""
+    """The bytes of each thread's buffer: all together take at most a share of the free memory,
+    unless they are of the least size."""
     each = available_memory() // SHARE // n_threads // 512 * 512
     return min(BUFFER_BYTES, max(LEAST_BYTES, each))
 

@@ -18,12 +18,12 @@ from pyorch.text import human_bytes
 # kind -> (what it is, what of the cache it has); `old` and `builds` share theirs
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "old": ("builds of other sources or settings than the present ones", ()),
-    "builds": ("the other builds, also those that came with a wheel", ("lib", "build", "python")),
+    "builds": ("the other builds, also those that came with a wheel", ()),
     "source": ("llama.cpp's, as it was downloaded", ("sdist",)),
     "bench": ("synthetic models, and what measures", ("bench",)),
     "converter": ("its environment", ("convert",)),
     "wheels": ("what `make wheels` has compiled", ("wheels",)),
-    "other": ("small files", ()),
+    "other": ("small files", ("model_hashes.jsonl",)),
     "models": ("from the Python package index", ("models",)),
     "kept": (
         "what nobody can make again: texts, calibrations, the lines of chats",
@@ -80,12 +80,9 @@ def contents() -> dict[str, list[Path]]:
     found = {
         kind: [p for n in names if (p := root / n).exists()] for kind, (_, names) in KINDS.items()
     }
-    folders = [p for folder in found["builds"] for p in folder.iterdir()]
-    used = build.used()
+    folders, used = build.made("lib", "build", "python"), build.used()
     found["builds"] = [path for path in folders if path in used]
     found["old"] = [path for path in folders if path not in used]
-    known = {root / name for _, names in KINDS.values() for name in names}
-    found["other"] = [p for p in root.glob("*") if p not in known and p.name != "lock"]
     return found
 
 

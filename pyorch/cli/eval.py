@@ -97,6 +97,7 @@ class ExampleOptions:
     )
     data: tuple[str, ...] = option(
         "--data",
+        type=File(),
         multiple=True,
         metavar="[TASK=]FILE",
         help="Read JSON, JSON lines or parquet instead of a download.",

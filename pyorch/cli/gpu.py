@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pyorch.attention.placement import MARGIN, Cache, Rates
 from pyorch.cli.terminal import note
@@ -16,6 +16,9 @@ from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
     from pyorch.engine import Session
+    from pyorch.engine.gpus import Gpu
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,28 +52,49 @@ def facts(bandwidth: float) -> Facts | None:
     Raises:
         SparqError: a GPU is full.
     """
+    from pyorch import engine
+    from pyorch.engine import gpus
+
+    if not (found := _gpus()):
+        return None
+    library = engine.library()
+    own, link = (min(each) for each in zip(*(gpus.measure(library, g) for g in found), strict=True))
+    return Facts([g.name for g in found], _free_of(found), Rates(bandwidth, own, link))
+
+
+def free() -> int | None:
+    """The bytes that are free on the GPUs, as `Facts.free`; None if there are none."""
+    return _free_of(found) if (found := _gpus()) else None
+
+
+def rates(n_threads: int) -> Rates | None:
+    """What is read how fast, measured now. None where it cannot be: there is no compiler, the cache
+    cannot be written, or memory or a GPU is full."""
+    from pyorch.bench import bandwidth
+
+    try:
+        there = facts(bandwidth.measured(n_threads))
+    except (SparqError, OSError):
+        return None
+    return there.rates if there else None
+
+
+def apart(function: Callable[..., T], *of: object) -> T:
+    """The result of a function above, by a process of its own: what CUDA takes of a GPU for one
+    would be missing to llama-server."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as child:
+        return child.submit(function, *of).result()
+
+
+def _gpus() -> Sequence[Gpu]:
     from pyorch import engine, native
     from pyorch.engine import gpus
 
-    if not native.find():
-        return None
-    library = engine.library()
-    found = gpus.gpus(library)
-    if not found:
-        return None
-    own, link = (min(each) for each in zip(*(gpus.measure(library, g) for g in found), strict=True))
-    free = sum(g.free - MARGIN for g in found)
-    return Facts([g.name for g in found], free, Rates(bandwidth, own, link))
+    return gpus.gpus(engine.library()) if native.find() else ()
 
 
-def facts_apart(n_threads: int) -> Facts | None:
-    """Likewise, by a process of its own: what CUDA takes of a GPU for one would be missing to
-    llama-server."""
-    from pyorch.bench import bandwidth
-
-    memory = bandwidth.measured(n_threads)
-    with ProcessPoolExecutor(1, get_context("spawn")) as child:
-        return child.submit(facts, memory).result()
+def _free_of(found: Sequence[Gpu]) -> int:
+    return sum(g.free - MARGIN for g in found)
 
 
 def places(there: Facts, cache: Cache, weights: int, kv_offload: bool | None) -> list[Place]:
@@ -119,13 +143,13 @@ def _rate(token_s: float) -> str:
     return f"at most {1 / token_s:.1f} tokens/s"
 
 
-def in_memory_text(cache: Cache, in_memory: Sequence[int], there: Facts | None) -> str:
+def in_memory_text(cache: Cache, in_memory: Sequence[int], known: Rates | None) -> str:
     """The line that says of how many layers K and V stay in memory, and how fast tokens then are,
     where that is known."""
     n, of = len(in_memory), len(cache.layer_bytes())
     text = f"note: K and V of {n} of {of} layers do not fit on the GPU and stay in memory"
-    if there:
-        token_s = cache.token_s(cache.n_ctx, there.rates, in_memory)
+    if known:
+        token_s = cache.token_s(cache.n_ctx, known, in_memory)
         text += f": {_rate(token_s)} after {cache.n_ctx} positions"
     if cache.spec is None or cache.spec.method == "off":
         return f"{text}; llama.cpp copies them there for each token, -a dense and --ratio do not"
@@ -138,16 +162,11 @@ def note_in_memory() -> Callable[[Session], None]:
     said: set[object] = set()
 
     def tell(session: Session) -> None:
-        from pyorch.bench import bandwidth
-
         kind = session.cache.n_ctx, session.kv_in_memory
         if kind in said:
             return
         said.add(kind)
-        try:
-            there = facts(bandwidth.measured(session.n_threads))
-        except SparqError:
-            there = None  # too little is left to measure in
-        note(in_memory_text(session.cache, session.kv_in_memory, there), "yellow")
+        known = rates(session.n_threads)
+        note(in_memory_text(session.cache, session.kv_in_memory, known), "yellow")
 
     return tell

@@ -354,14 +354,15 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
         return {}
     if not any(folder.glob("libggml-cuda*")):
         return {}
-    if not (there := gpu.facts_apart(served.settings.n_threads)):
+    if (there := gpu.apart(gpu.free)) is None:
         return {}
     cache, layers = served.settings.cache(geo), layers_on_gpu(geo.n_layer, load.n_gpu_layers)
     weights = layer_weights(served.file, geo.n_layer, used=False)
-    free = there.free - sum(weights[il] for il in (*layers, geo.n_layer))
+    free = there - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
         return {}
-    note(gpu.in_memory_text(cache, in_memory, there), "yellow")
+    known = gpu.apart(gpu.rates, served.settings.n_threads)
+    note(gpu.in_memory_text(cache, in_memory, known), "yellow")
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
 
 

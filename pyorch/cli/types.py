@@ -5,8 +5,8 @@ A wrong value is refused in one line that names the option, with a hint in a sec
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,7 +29,14 @@ def _shown(param: Param, otherwise: str = "value") -> str:
     return max(param.opts, key=len) if param else otherwise
 
 
-class File(click.ParamType):
+class Whole(click.ParamType):
+    """A value with blanks in it, which a variable's value is not cut at."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [rv]
+
+
+class File(Whole):
     """The name of a file or folder, with the home folder in place of `~`: the shell leaves it as it
     is in `--model=~/x`, and in a variable's quoted value. It stays a string, because some options
     take other words as well, such as - or hf:org/repo."""
@@ -41,19 +48,19 @@ class File(click.ParamType):
         return str(paths.expanded(name)) if name.startswith("~") else name
 
 
-class Files(click.ParamType):
+class Files(Whole):
     """Names of files, with commas between them unless a file has that very name."""
 
     name = "files"
 
     def convert(self, value: object, param: Param, ctx: Context) -> list[str]:
         whole = File().convert(value, param, ctx)
-        if Path(whole).exists():
+        if os.path.exists(whole):  # Path's own raises for a line that is too long for a name
             return [whole]
         return [File().convert(part, param, ctx) for part in whole.split(",")]
 
 
-class Text(click.ParamType):
+class Text(Whole):
     """A text of the line itself, which goes through the same decoder as one in a file."""
 
     name = "text"

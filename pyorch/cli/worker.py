@@ -70,10 +70,11 @@ def command(wanted: WorkerOptions) -> None:
     env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}
     env |= native.waiting()
     with Child(argv, env, lambda line: None, shows_log()) as child:
-        endpoint = f"{wanted.host}:{wanted.port}"
+        everywhere = address == "0.0.0.0"  # which Windows connects nobody to
+        endpoint = f"{'127.0.0.1' if everywhere else wanted.host}:{wanted.port}"
         if child.wait_ready(lambda: machines.answers(endpoint), "starting"):
             note(f"{human_bytes(machines.ask(endpoint).free)} of memory are free for layers")
-            name = socket.gethostname() if address == "0.0.0.0" else wanted.host
+            name = socket.gethostname() if everywhere else wanted.host
             note(f"--rpc {name}:{wanted.port} on the other machine; Ctrl-C ends it")
             child.wait_end()
 

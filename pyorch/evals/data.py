@@ -118,8 +118,14 @@ def need(row: Row, keys: Sequence[str], what: str) -> list[Any]:
     """The values of a row under `keys`.
 
     Raises:
-        SparqError: one is missing, so this is another data set.
+        SparqError: one is missing, or the row is no object, so this is another data set.
     """
+    if not isinstance(row, dict):
+        raise SparqError(
+            f"--data: {str(row)[:40]!r} is not an object with {keys[0]!r}",
+            f"is this {what}?",
+            exit_code=2,
+        )
     missing = [k for k in keys if k not in row]
     if missing:
         raise SparqError(
@@ -136,7 +142,7 @@ def some(answers: Sequence[str], what: str) -> tuple[str, ...]:
     Raises:
         SparqError: there is none.
     """
-    found = tuple(dict.fromkeys(a for a in answers if a.strip()))
+    found = tuple(dict.fromkeys(a for a in answers if isinstance(a, str) and a.strip()))
     if not found:
         raise SparqError(f"{what} has no answers", "data with questions that have answers")
     return found

@@ -307,4 +307,5 @@ def _where(placement: engine.Placement) -> dict[str, Any]:
     found |= {"numa": numa} if (numa := placement.get("numa")) else {}
     found |= {"n_workers": len(workers)} if (workers := placement.get("workers")) else {}
     found |= {} if placement.get("repack", True) else {"repack": False}
+    found |= {} if (there := placement.get("kv_offload")) is None else {"kv_offload": there}
     return found | ({"tensor_split": split} if (split := placement.get("tensor_split")) else {})

@@ -38,13 +38,14 @@ def _questions(rows: list[data.Row]) -> Iterator[Question]:
     for row in rows:
         if "paragraphs" not in row:
             name, title, context, text, answers = data.need(row, _KEYS, "SQuAD v1.1")
-            yield _question(name, title, context, text, answers["text"])
+            (texts,) = data.need(answers, ("text",), "SQuAD v1.1")
+            yield _question(name, title, context, text, texts)
             continue
         for p in row["paragraphs"]:  # the official file: one row is one article
             context, found = data.need(p, ("context", "qas"), "SQuAD v1.1")
             for q in found:
                 name, text, answers = data.need(q, ("id", "question", "answers"), "SQuAD v1.1")
-                texts = [a["text"] for a in answers]
+                texts = [data.need(a, ("text",), "SQuAD v1.1")[0] for a in answers]
                 yield _question(name, row.get("title", ""), context, text, texts)
 
 

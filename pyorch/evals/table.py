@@ -83,7 +83,7 @@ def rows(group: Sequence[Series]) -> list[Row]:
                 difference_low=gap_low,
                 difference_high=gap_high,
                 bytes_per_token=read,
-                share_of_dense=read / dense,
+                share_of_dense=read / dense if dense else math.nan,
                 tokens_per_s=s.tokens_per_s,
                 more={name: float(values.mean()) for name, values in s.more.items()},
                 by_layer={n: v.mean(0).tolist() for n, v in s.more.items() if v.ndim > 1},

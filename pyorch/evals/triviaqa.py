@@ -24,7 +24,8 @@ def examples(setup: Setup) -> Iterator[Example]:
     for i in setup.rng().permutation(len(rows)):
         rng = setup.rng(int(i))
         name, question, answer, results = data.need(rows[i], KEYS, "TriviaQA (rc)")
-        answers = data.some(answer.get("aliases", ()), f"TriviaQA question {name}")
+        (aliases,) = data.need(answer, ("aliases",), "TriviaQA (rc)")
+        answers = data.some(aliases, f"TriviaQA question {name}")
         (texts,) = data.need(results, ("search_context",), "TriviaQA (rc)")
         contexts = [c for c in texts if CHARS[0] <= len(c) <= CHARS[1]]
         if not contexts:

@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -41,6 +42,8 @@ _SKIP = ("models", "docs", "media", "benches", "gguf-py")
 _OFF = "off.json"
 _KEEP_BUILDS = 8
 _KEEP_TREES = 4
+# Names in the folders of builds. SPARQ_CACHE may be a folder that is not ours alone.
+_OURS = re.compile(r"(sparq|stock)-.+|[0-9a-f]{12}(\.partial)?")
 
 
 def usual(stock: bool = False) -> Options:
@@ -276,6 +279,13 @@ def _read_off(tree: Path) -> dict[str, str]:
         return {}
 
 
+def made(*kinds: str) -> list[Path]:
+    """What builds have left below the cache: libraries (lib), work trees (build) and bindings
+    (python)."""
+    found = (path for kind in kinds for path in (paths.cache() / kind).glob("*"))
+    return [path for path in found if _OURS.fullmatch(path.name)]
+
+
 def used() -> set[Path]:
     """The finished builds of the present sources and settings, by whatever compiler, with their
     work trees and bindings."""
@@ -425,7 +435,7 @@ def _prune() -> None:
         kept[kind] = kept.get(kind, 0) + 1
         if kept[kind] > _KEEP_BUILDS:
             shutil.rmtree(folder, ignore_errors=True)
-    trees = [tree for tree in (paths.cache() / "build").iterdir() if tree.is_dir()]
+    trees = [tree for tree in made("build") if tree.is_dir()]
     trees.sort(key=lambda tree: tree.stat().st_mtime, reverse=True)
     for tree in trees[_KEEP_TREES:]:
         shutil.rmtree(tree, ignore_errors=True)

@@ -232,6 +232,24 @@ def test_buffers_take_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch
     assert bandwidth.usual_bytes(17) % 512 == 0
 
 
+@pytest.mark.parametrize(("free", "reading"), [(1 << 30, 8), (16 << 30, 64), (1 << 20, 1)])
+def test_fewer_threads_read_where_memory_is_short(
+    free: int, reading: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Reader:
+        def __init__(self, n_threads: int) -> None:
+            asked.append(n_threads)
+
+        def read(self) -> float:
+            return 1e9
+
+    monkeypatch.setattr(bandwidth, "MemoryReader", Reader)
+    monkeypatch.setattr(bandwidth, "available_memory", lambda: free)
+    assert bandwidth.measured(64) == 1e9 and asked == [reading]
+
+
 @pytest.mark.parametrize(
     ("n", "wanted"),
     [

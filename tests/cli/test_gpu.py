@@ -4,6 +4,7 @@ are given."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
 from pyorch.cli.options import LoadOptions
 from pyorch.engine.settings import batch_size, settings_for
+from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
 from pyorch.models.gguf_file import read_gguf
@@ -44,6 +46,7 @@ def test_all_layers_go_where_they_fit() -> None:
     assert len(few.in_memory(32 * LAYER + mask - 1, range(32))) == 2
     assert few.in_memory(0, range(32)) == few.in_memory(-1, range(32)) == tuple(range(32))
     assert few.in_memory(16 * LAYER + mask, range(16, 32)) == ()
+    assert few.in_memory(-1, ()) == ()  # none is on the GPU, or those there share K and V
 
 
 @pytest.mark.parametrize("n_kept", [1, 7, 16, 30])
@@ -149,7 +152,7 @@ def test_explain_without_a_gpu(run: Run) -> None:
 
 
 def test_the_line_that_is_said() -> None:
-    text = gpu.in_memory_text(cache(), (3, 4, 5), a_gpu(16e9))
+    text = gpu.in_memory_text(cache(), (3, 4, 5), RATES)
     rate = 1 / cache().token_s(N_POS, RATES, (3, 4, 5))
     assert text == (
         "note: K and V of 3 of 32 layers do not fit on the GPU and stay in memory: "
@@ -169,19 +172,39 @@ def test_llama_server_is_told(
     file = read_gguf(tiny)
     settings = settings_for(file, n_ctx=1024, n_sequences=2, attention="sparq")
     served = serve.Served(file, settings, "m", "127.0.0.1", 1, None, LoadOptions(), [])
-    monkeypatch.setattr(gpu, "facts_apart", lambda n_threads: a_gpu(0))
+    free = 0
+
+    def no_compiler(n_threads: int) -> float:
+        raise SparqError("no C and C++ compiler found")
+
+    monkeypatch.setattr(gpu, "apart", lambda function, *of: function(*of))
+    monkeypatch.setattr(gpu, "free", lambda: free)
+    monkeypatch.setattr("pyorch.bench.bandwidth.measured", no_compiler)
     assert serve._kv_in_memory(served, tmp_path) == {}  # a build without CUDA
     (tmp_path / "libggml-cuda.so").touch()
-    monkeypatch.setattr(gpu, "facts_apart", lambda n_threads: a_gpu(MARGIN))
+    free = MARGIN
     assert serve._kv_in_memory(served, tmp_path) == {}
-    monkeypatch.setattr(gpu, "facts_apart", lambda n_threads: a_gpu(0))
+    free = 0
     n_layer = len(settings.cache(serve.geometry(file)).layer_bytes())
     every = ",".join(map(str, range(n_layer)))
     assert serve._kv_in_memory(served, tmp_path) == {"SPARQ_KV_IN_MEMORY": every}
-    assert f"K and V of {n_layer} of {n_layer} layers do not fit" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"K and V of {n_layer} of {n_layer} layers do not fit" in said and "tokens/s" not in said
     for kv_offload in (True, False):
-        said = replace(served, load=LoadOptions(kv_offload=kv_offload))
-        assert serve._kv_in_memory(said, tmp_path) == {}
+        given = replace(served, load=LoadOptions(kv_offload=kv_offload))
+        assert serve._kv_in_memory(given, tmp_path) == {}
+
+
+def test_where_nothing_can_be_measured_no_rate_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwritable(n_threads: int) -> float:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pyorch.bench.bandwidth.measured", unwritable)
+    assert gpu.rates(2) is None
+
+
+def test_a_gpu_is_asked_by_a_process_of_its_own() -> None:
+    assert gpu.apart(os.getpid) != os.getpid()
 
 
 def card_row(n_gib: int, name: str) -> str:

@@ -61,6 +61,28 @@ def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:
     (whole := tmp_path / "a,b.gguf").touch()
     assert Files().convert(str(whole), None, None) == [str(whole)]
     assert Files().convert("x.gguf,hf:o/r", None, None) == ["x.gguf", "hf:o/r"]
+    many = ["a-model-of-a-usual-name.gguf"] * 20  # as one name too long for any file
+    assert Files().convert(",".join(many), None, None) == many
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [
+        ("generate", "--reverse-prompt", "End of text"),
+        ("generate", "--document", "/home/me/my notes.kv"),
+        ("eval run", "--text", "/books of mine"),
+        ("eval run", "--data", "squad=/my data/dev.json"),
+        ("bench", "--model", "/my models/a.gguf"),
+    ],
+)
+def test_a_variable_may_have_blanks(
+    monkeypatch: pytest.MonkeyPatch, command: str, name: str, value: str
+) -> None:
+    of = commands()[command]
+    (option,) = (p for p in of.params if name in p.opts)
+    assert option.envvar
+    monkeypatch.setenv(option.envvar[0], value)
+    assert option.value_from_envvar(click.Context(of)) == [value]
 
 
 def test_there_are_few_options() -> None:

@@ -356,6 +356,22 @@ def test_no_answers_are_refused(session: engine.Session, tmp_path: Path, name: s
         first(name, session, file)
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("squad", {"id": "q", "title": "T", "context": "C", "question": "Q?", "answers": ["x"]}),
+        ("triviaqa", trivia(1) | {"answer": "Paris"}),
+        ("triviaqa", trivia(1) | {"search_results": ["x"]}),
+    ],
+)
+def test_values_of_another_kind_are_refused(
+    session: engine.Session, tmp_path: Path, name: str, row: dict[str, Any]
+) -> None:
+    with pytest.raises(SparqError, match="is not an object with") as e:
+        first(name, session, lines(tmp_path / "rows.jsonl", [row]))
+    assert e.value.hint.startswith("is this ")
+
+
 def test_a_data_set_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is downloaded once, the files of the split alone; then it is there without a network."""
     name = "plain_text/validation-00000-of-00001.parquet"

@@ -24,7 +24,7 @@ from pyorch.bench import records as bench_records
 from pyorch.cli.eval import command
 from pyorch.cli.eval import run as eval_run
 from pyorch.errors import SparqError
-from pyorch.evals import series, table
+from pyorch.evals import run, series, table
 from pyorch.evals.decode import log_softmax
 from pyorch.evals.fidelity import divergence
 
@@ -439,6 +439,19 @@ def test_rows_are_paired_with_the_first() -> None:
     assert other.bytes_per_token == 10 and other.tokens_per_s == 2
     # fewer examples are compared with the same examples
     assert table.rows([off, scored(SPARSE, [1, 0, 0])])[1].difference == pytest.approx(-1 / 3)
+
+
+def test_a_method_that_counted_no_bytes_has_no_share() -> None:
+    """Latent attention on a GPU is llama.cpp's own, which counts steps alone."""
+    found = [scored("off", [1, 1], 0), scored("dense", [1, 1], n_bytes=0)]
+    for x in found:
+        x.counters["bytes_dense"] = 0
+    assert np.isnan([row.share_of_dense for row in table.rows(found)]).all()
+
+
+def test_where_k_and_v_lie_is_part_of_a_setting() -> None:
+    assert run._where({"kv_offload": False}) != run._where({"kv_offload": True})
+    assert run._where({"kv_offload": None}) == {}, "as the records from before the option"
 
 
 def test_each_method_of_a_table_has_a_line_of_its_own() -> None:

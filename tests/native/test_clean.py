@@ -49,7 +49,7 @@ def left() -> set[str]:
 
 
 def test_it_removes_what_another_run_would_not_use(run: Run, current: Path) -> None:
-    (paths.cache() / "lib" / "killed.partial").mkdir()
+    (paths.cache() / "lib" / "sparq-killed.partial").mkdir()
     before = {kind: sum(map(paths.size, of)) for kind, of in clean.contents().items()}
     code, out, err = run("clean", "--yes")
     assert (code, err) == (0, "")
@@ -84,6 +84,20 @@ def test_all_leaves_what_nobody_can_make_again(run: Run, current: Path) -> None:
     assert native.find() is None and removed > 0
     assert run("clean", "models", "kept", "--yes").code == 0
     assert not [p for p in paths.cache().rglob("*") if p.is_file() and p.name != "lock"]
+
+
+def test_what_is_not_ours_stays(run: Run, current: Path) -> None:
+    """SPARQ_CACHE may be a folder with other things in it. A build removes old work trees too."""
+    names = ("holiday", "build/theirs", "lib/libx", "python/mine")
+    theirs = [paths.cache() / name for name in names]
+    for folder in theirs:
+        folder.mkdir()
+    for i in range(9):
+        (paths.cache() / "build" / f"{i:012}").mkdir()
+    build.build(build.Options(), note=lambda _: None, force=True)
+    assert len(build.made("build")) < 9
+    assert run("clean", "--all", "--yes").code == 0
+    assert all(folder.is_dir() for folder in theirs)
 
 
 def test_an_empty_cache(run: Run, world: Path) -> None:
