@@ -74,7 +74,7 @@ wheels: $(STAMP)        ## dist/: wheels with the library inside, for machines w
 	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
 	$(RUN)/python -m pyorch.native.wheel dist $(ARGS)
 
-wheel-cuda: $(STAMP)    ## dist/: what a GPU needs beside the wheel for Linux, where nvcc 13 and GCC are; hours. ARGS=90: for one kind of GPU
+wheel-cuda: $(STAMP)    ## dist/: what a GPU needs beside the wheel for Linux, where nvcc 13 and GCC are; an hour. ARGS=90: for one kind of GPU
 	$(RUN)/python -m pip install --quiet --editable '.[wheel-cuda]'
 	$(RUN)/python -m pyorch.native.cuda_wheel dist $(ARGS)
 

@@ -46,7 +46,7 @@ def test_zig_links_for_the_glibc_of_the_other_wheel(host: Path) -> None:
     argv = asked(host, "a.o", "-shared", "-o", "x.so")
     assert argv[:4] == ["zig", "cc", "-target", LINUX.zig]
     # of GCC's library, which comes last, nobody outside sees anything
-    exports = f"-Wl,--gc-sections,--version-script={host.parent / 'exports.map'}"
+    exports = f"-Wl,-z,defs,--gc-sections,--version-script={host.parent / 'exports.map'}"
     assert argv[4:9] == ["a.o", "-shared", "-o", "x.so", exports]
     assert argv[-3:] == [
         "-print-file-name=libstdc++.a",
