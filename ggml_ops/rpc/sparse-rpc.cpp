@@ -9,6 +9,7 @@
 #ifndef _WIN32
 #  include <netinet/in.h>
 #  include <netinet/tcp.h>
+#  include <poll.h>
 #  include <sys/socket.h>
 #endif
 
@@ -41,17 +42,45 @@ uint8_t ggml_sparse_rpc_own_version() {
     return VERSION;
 }
 
+#ifndef _WIN32
+static void set_option(int socket, int level, int name, int value) {
+    setsockopt(socket, level, name, &value, sizeof(value));
+}
+#endif
+
+#ifdef __linux__
+static constexpr int ARRIVED_MS = 20000; // until what was sent must have arrived
+#endif
+
 void ggml_sparse_rpc_keep_alive(int socket) {
 #ifdef _WIN32
     (void) socket;
 #else
-    const auto set = [&](int level, int name, int value) { setsockopt(socket, level, name, &value, sizeof(value)); };
-    set(SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 #  ifdef __linux__
-    set(IPPROTO_TCP, TCP_KEEPIDLE, 5);         // s without a word until the first question ..
-    set(IPPROTO_TCP, TCP_KEEPINTVL, 5);        // .. and to the next
-    set(IPPROTO_TCP, TCP_KEEPCNT, 3);          // questions
-    set(IPPROTO_TCP, TCP_USER_TIMEOUT, 20000); // ms until what was sent must have arrived
+    set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 5);  // s without a word until the first question ..
+    set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 5); // .. and to the next
+    set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);   // questions
+    set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, ARRIVED_MS);
 #  endif
+#endif
+}
+
+void ggml_sparse_rpc_wait(int socket) {
+#ifdef __linux__
+    pollfd room = { socket, POLLOUT, 0 };
+    bool is_off = false;
+    while (poll(&room, 1, ARRIVED_MS/4) == 0) {
+        tcp_info info = {};
+        socklen_t size = sizeof(info);
+        getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size);
+        is_off = info.tcpi_unacked == 0;
+        set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, is_off ? 0 : ARRIVED_MS);
+    }
+    if (is_off) {
+        set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, ARRIVED_MS);
+    }
+#else
+    (void) socket;
 #endif
 }

@@ -25,3 +25,8 @@ extern "C" uint8_t ggml_sparse_rpc_own_version(void);
 // A machine that is switched off, or whose cable is cut, says nothing; the call to it would wait for ever. With this it fails after about
 // 20 seconds. A worker that computes for longer keeps its connection: its system answers.
 void ggml_sparse_rpc_keep_alive(int socket);
+
+// Before each piece that is sent: waits until the socket takes more. A worker that computes reads nothing meanwhile, and its system lets no more be
+// sent; the sender's system would take 20 seconds of that for a machine that is gone, whatever answers. So its limit is off where all that was sent
+// has arrived. A machine that vanishes just then is missed after a quarter of an hour.
+void ggml_sparse_rpc_wait(int socket);

@@ -103,7 +103,8 @@ def test_chat_completions_and_streams(url: str) -> None:
 def keeper(server_dir: Path, tiny: Path, tmp_path_factory: Any) -> Iterator[str]:
     """A server that saves slots, keeps prompts in memory, shifts contexts and reuses pieces."""
     folder = tmp_path_factory.mktemp("keeper")
-    line = ("-m", tiny, "-t", 1, "-np", 2, "-c", 1024, "--no-kv-unified", "-b", 64, "-ub", 64)
+    line = ("-m", tiny, "-t", 1, "-tb", 4, "-np", 2, "-c", 1024, "--no-kv-unified", "-b", 64)
+    line += ("-ub", 64)
     line += ("--slot-save-path", folder, "--cache-ram", 64, "--context-shift", "--metrics")
     with serving(server_dir, folder / "log", *line, "--sparse-attn", SERVERS) as address:
         yield address
