@@ -6,7 +6,10 @@
 #include <map>
 #include <mutex>
 
-#ifndef _WIN32
+#ifdef _WIN32
+#  include <winsock2.h>
+#else
+#  include <cerrno>
 #  include <netinet/in.h>
 #  include <netinet/tcp.h>
 #  include <poll.h>
@@ -50,6 +53,17 @@ static void set_option(int socket, int level, int name, int value) {
 
 #ifdef __linux__
 static constexpr int ARRIVED_MS = 20000; // until what was sent must have arrived
+
+static void wait_for_room(int socket) {
+    pollfd room = { socket, POLLOUT, 0 };
+    while (poll(&room, 1, ARRIVED_MS/4) == 0) {
+        tcp_info info = {};
+        socklen_t size = sizeof(info);
+        getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size);
+        set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, info.tcpi_unacked == 0 ? 0 : ARRIVED_MS);
+    }
+    set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, ARRIVED_MS);
+}
 #endif
 
 void ggml_sparse_rpc_keep_alive(int socket) {
@@ -66,21 +80,16 @@ void ggml_sparse_rpc_keep_alive(int socket) {
 #endif
 }
 
-void ggml_sparse_rpc_wait(int socket) {
+int64_t ggml_sparse_rpc_send(int socket, const char * data, size_t size) {
 #ifdef __linux__
-    pollfd room = { socket, POLLOUT, 0 };
-    bool is_off = false;
-    while (poll(&room, 1, ARRIVED_MS/4) == 0) {
-        tcp_info info = {};
-        socklen_t size = sizeof(info);
-        getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size);
-        is_off = info.tcpi_unacked == 0;
-        set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, is_off ? 0 : ARRIVED_MS);
-    }
-    if (is_off) {
-        set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, ARRIVED_MS);
+    while (true) {
+        const ssize_t n = send(socket, data, size, MSG_DONTWAIT);
+        if (n >= 0 || (errno != EAGAIN && errno != EINTR)) {
+            return n;
+        }
+        wait_for_room(socket);
     }
 #else
-    (void) socket;
+    return send(socket, data, size, 0);
 #endif
 }
