@@ -25,6 +25,13 @@ from pyorch.native import source
 if TYPE_CHECKING:
     from hub_server import Hub
 
+# What a user has set for their own use would change what the programs under test do.
+_OF_TESTS = ["TEST", "FUZZ", "LOAD", "SOAK", "CACHE", "LLAMA", "CUDA", "LIBRARY"]
+for name in [*os.environ]:
+    theirs = name.startswith("SPARQ_") and name.split("_")[1] not in _OF_TESTS
+    if theirs or name in ("FORCE_COLOR", "TTY_COMPATIBLE", "HF_HUB_OFFLINE"):
+        del os.environ[name]
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what is in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or programs under test had it too
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def build(folder: Path, lib_dir: Path) -> Path:
         pytest.skip("the source of the build is no longer in the cache")
     source.unpack(where, f"{pin.folder}/ggml", folder / "ggml", skip=("cmake",))
     file, out = Path(__file__).with_suffix(".cpp"), folder / "fake.so"
-    argv = [probe.need_compiler().cxx, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", file]
+    argv = [*shlex.split(probe.need_compiler().cxx), "-std=c++17", "-O1", "-shared", "-fPIC"]
+    argv += ["-w", file]
     argv += [f"-I{folder}/ggml/include", f"-I{folder}/ggml/src", f"-I{paths.data('ggml_ops')}"]
     argv += [f"-L{lib_dir}", "-lggml-base", "-lggml-cpu", f"-Wl,-rpath,{lib_dir}", "-o", out]
     # our op is in no header of the pinned source: its number is that of GGML_OP_COUNT there

@@ -56,7 +56,7 @@ fi
 # Python packages; what is compiled in them is left out, each of them runs without
 "$python" -m pip install --quiet --no-compile --no-deps --target "$out/vendor" \
     click rich markdown-it-py mdurl pygments gguf pyyaml tqdm jinja2 markupsafe diskcache typing-extensions \
-    platformdirs pytest pluggy iniconfig packaging
+    platformdirs filelock pytest pluggy iniconfig packaging tomli exceptiongroup
 find "$out/vendor" -name '*.so' -delete
 rm -rf "$out/vendor/bin" "$out"/vendor/*.dist-info/RECORD
 

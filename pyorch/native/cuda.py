@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -167,7 +168,9 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
         file, program = Path(temp) / "cuda.cu", Path(temp) / "cuda"
         file.write_text(_PROGRAM, "utf-8")
         here = devices()[0]
-        argv = [nvcc, str(file), "-o", str(program), "-ccbin", compiler.cxx.split()[0]]
+        # of `ccache g++ -m64` the compiler
+        host = [word for word in shlex.split(compiler.cxx) if not word.startswith("-")][-1]
+        argv = [nvcc, str(file), "-o", str(program), "-ccbin", host]
         argv += [f"-arch=sm_{here[0].arch if here else ARCHS[1]}", *found.flags]
         for name in ("cublas", "cublasLt"):
             argv.append(f"-Xlinker={libraries[name]}" if name in libraries else f"-l{name}")

@@ -170,10 +170,13 @@ def probe(compiler: Compiler, native: bool) -> Probe:
         code = "#include <string_view>\n#include <thread>\nint main() {\n"
         code += 'std::thread t([] {}); t.join(); return std::string_view("x").size() - 1; }\n'
         said = _compile(compiler.cxx, folder / "cxx.cpp", code, ["-std=c++17", "-pthread"])
-        if not said and run([str(folder / "cxx")]).returncode != 0:
-            said = "the program that it made does not run"
         if said:
             raise SparqError(f"{compiler.cxx} cannot build a C++17 program: {said}", _INSTALL)
+        if run([str(folder / "cxx")]).returncode != 0:
+            raise SparqError(
+                f"the program that {compiler.cxx} made in {folder.parent} does not run",
+                "set TMPDIR to a folder in which programs may run, or use another compiler",
+            )
         code = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
         openmp = not _compile(compiler.cc, folder / "omp.c", code, ["-fopenmp"])
         openmp = openmp and run([str(folder / "omp")]).returncode == 0

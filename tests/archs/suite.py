@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,7 @@ def build_generator(folder: Path) -> None:
     where, library = source.locate(pin), native.built(stock=True)
     source.unpack(where, pin.folder, tree := folder / "llama.cpp", only=_PARTS)
     test = tree / "tests" / "test-llama-archs.cpp"
-    argv = [probe.need_compiler().cxx, "-std=c++17", "-O1", f'-DTEST_SOURCE="{test}"']
+    argv = [*shlex.split(probe.need_compiler().cxx), "-std=c++17", "-O1", f'-DTEST_SOURCE="{test}"']
     argv += [f"-I{tree / part}" for part in ("tests", "include", "src", "common", "vendor")]
     argv += [f"-I{tree / 'ggml' / 'include'}", str(HERE / "generate.cpp")]
     argv += ["-o", str(folder / "generate"), f"-L{library}", f"-Wl,-rpath,{library}"]

@@ -9,6 +9,7 @@ import os
 import pty
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -351,7 +352,8 @@ def test_nowhere_to_write(tiny: Path, args: str) -> None:
 
 
 def test_closed_streams(tiny: Path) -> None:
-    line = f"{sys.executable} -m pyorch generate -m {tiny} -t 1"
+    argv = [sys.executable, "-m", "pyorch", "generate", "-m", str(tiny), "-t", "1"]
+    line = shlex.join(argv)
     shell = partial(subprocess.run, shell=True, capture_output=True, text=True)
     assert shell(f"{line} -p x -n 2 >&- 2>&-").returncode == 0
     empty = shell(f"{line} -f - < /dev/null")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -201,7 +202,7 @@ def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("verb", ["generate -f -", "chat", "read -"])
 def test_a_closed_stdin_is_told(tiny_chat: Path, tmp_path: Path, verb: str) -> None:
-    line = f"{sys.executable} -m pyorch {verb} -m {tiny_chat}"
+    line = shlex.join([sys.executable, "-m", "pyorch", *verb.split(), "-m", str(tiny_chat)])
     done = shell(f"{line} <&-", SPARQ_READ_OUT=str(tmp_path / "x.kv"))
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: stdin is closed")
 
@@ -221,7 +222,8 @@ def test_no_file_of_ours_is_the_prompt(tiny: Path, tmp_path: Path) -> None:
     were continued as the prompt."""
     library = compiled(TAKE, tmp_path / "take.so")
     (secret := tmp_path / "secret").write_text("hello " * 9)
-    line = f"{sys.executable} -m pyorch generate -m {tiny} -t 1 -n 1"
+    argv = [sys.executable, "-m", "pyorch", "generate", "-m", str(tiny), "-t", "1", "-n", "1"]
+    line = shlex.join(argv)
     done = shell(f"{line} -f - <&-", LD_PRELOAD=str(library), TAKEN=str(secret))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: stdin is closed\nhint: ")

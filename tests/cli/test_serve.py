@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -136,7 +137,9 @@ def serving(code: str, *args: object, **env: str) -> Iterator[Running]:
 def standin(tmp_path: Path, tiny: Path) -> Callable[..., Any]:
     """`standin("broken", "--ctx", 1024)` runs serve on the stand-in; `.started` tells of it."""
     program, file = tmp_path / "llama-server", tmp_path / "started"
-    program.write_text(f"#!{sys.executable}\n{STANDIN}")
+    code = tmp_path / "standin.py"  # a path with blanks stands in no first line
+    code.write_text(STANDIN)
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(code)])} "$@"\n')
     program.chmod(0o755)
 
     @contextmanager

@@ -209,17 +209,26 @@ def test_a_killed_conversion(
             convert.convert(checkpoint, out, python=[sys.executable], scripts=fake)
         (converter,) = ours
         os.kill(int(converter.name), signal.SIGKILL)
-        while converter.exists():
+        while _state(converter) not in "Z":  # nor where nobody waits for orphans
             time.sleep(0.01)
     convert.convert(checkpoint, out, python=[sys.executable], scripts=fake)
     assert read_gguf(out).arch == "llama" and not partial.exists()
 
 
 def _parent(process: Path) -> int:
+    return int((_stat(process) or ["", "0"])[1])
+
+
+def _state(process: Path) -> str:
+    """As in ps; "" where it is gone."""
+    return (_stat(process) or [""])[0]
+
+
+def _stat(process: Path) -> list[str]:
     try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        return (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return []
 
 
 def _edit_config(folder: Path, **changes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -56,7 +57,7 @@ def compiled(ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory):
             assert text in source
             (ops / file).write_text(source.replace(text, other, 1), "utf-8")
         (folder / "probe.cpp").write_text(PROBE)
-        argv = [probe.need_compiler().cxx, "-std=c++17", "-w", f"-I{ops}"]
+        argv = [*shlex.split(probe.need_compiler().cxx), "-std=c++17", "-w", f"-I{ops}"]
         argv += [f"-I{ggml_headers / 'include'}", folder / "probe.cpp", "-o", folder / "probe"]
         done = subprocess.run(argv, capture_output=True, text=True)
         assert (done.returncode == 0) == (folder / "probe").exists()
@@ -124,6 +125,6 @@ def test_the_parameters_of_every_step_count(layout, compiled, ours: int) -> None
 @pytest.mark.parametrize(("language", "standard"), [("c", "c11"), ("c++", "c++17")])
 def test_the_layout_of_the_shadow_needs_no_ggml(language: str, standard: str) -> None:
     ops = paths.data("ggml_ops")
-    argv = [probe.need_compiler().cxx, "-x", language, f"-std={standard}", "-fsyntax-only"]
-    done = subprocess.run([*argv, "-w", ops / "sparse-codes.h"], capture_output=True, text=True)
+    argv = [*shlex.split(probe.need_compiler().cxx), "-x", language, f"-std={standard}"]
+    done = subprocess.run([*argv, "-fsyntax-only", "-w", ops / "sparse-codes.h"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

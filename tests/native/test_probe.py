@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def wrapped(folder: Path, line: str) -> probe.Compiler:
     commands = []
     for name, real in (("cc", REAL.cc), ("c++", REAL.cxx)):
         file = folder / name
-        file.write_text(f'#!/bin/sh\n{line}\nexec {shutil.which(real.split()[0])} "$@"\n')
+        file.write_text(f'#!/bin/sh\n{line}\nexec {real} "$@"\n')
         file.chmod(0o755)
         commands.append(str(file))
     return probe.Compiler(commands[0], commands[1], "wrapped")
