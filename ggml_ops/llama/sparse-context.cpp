@@ -317,7 +317,7 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
                 state->replying [batch.seq_id[i][0]] = false;
                 state->verifying[batch.seq_id[i][0]] = false;
                 seq.prompt_end = batch.logits[i] ? batch.pos[i] : -1;
-                seq.is_prompt  = !batch.logits[i];
+                seq.is_prompt  = !batch.logits[i] || ctx->get_cparams().embeddings; // all tokens of what is embedded have an output
             } else {
                 seq.prompt_end = -1; // it went on; a shift may bring the position back
             }
