@@ -341,6 +341,7 @@ ARCHITECTURES: dict[str, Callable[[Model], None]] = {
     "qwen3": lambda m: _llama(m, qk_norm=True),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma-embedding": _gemma3,  # which has no cache
     "gpt-oss": _gpt_oss,
     "glm4moe": _glm4moe,
     "mpt": _mpt,

@@ -477,17 +477,19 @@ int ggml_cuda_fuse_sparse_attn(ggml_backend_cuda_context & ctx, const ggml_cgrap
     const auto is_step = [&](int j, ggml_sparse_attn_op op) {
         return j < graph->n_nodes && graph->nodes[j]->op == graph->nodes[i]->op && graph->nodes[j]->op_params[0] == op;
     };
-    if (!is_step(i, GGML_SPARSE_ATTN_SCORE_SELECT) || !ggml_node_has_n_uses(graph, i, 1)) {
+    static const char * off = getenv("GGML_CUDA_DISABLE_FUSION"); // as upstream's
+    if ((off && atoi(off)) || !is_step(i, GGML_SPARSE_ATTN_SCORE_SELECT) || !is_step(i + 1, GGML_SPARSE_ATTN_ATTEND) || !ggml_node_has_n_uses(graph, i, 1) ||
+            ggml_sparse_src_of(graph->nodes[i + 1]).sel != graph->nodes[i]) {
         return 0;
     }
-    const int j = is_step(i + 1, GGML_SPARSE_ATTN_VISIBLE) ? i + 2 : i + 1; // once in a graph, where the first ATTEND needs it
-    if (!is_step(j, GGML_SPARSE_ATTN_ATTEND) || ggml_sparse_src_of(graph->nodes[j]).sel != graph->nodes[i]) {
-        return 0;
+    // What only SCORE_SELECT reads is free behind it, so ATTEND's result may lie there; one launch reads it until the end
+    const ggml_tensor * res = graph->nodes[i + 1];
+    for (const ggml_tensor * t : graph->nodes[i]->src) {
+        if (t && (char *) t->data < (char *) res->data + ggml_nbytes(res) && (char *) res->data < (char *) t->data + ggml_nbytes(t)) {
+            return 0;
+        }
     }
-    if (j == i + 2) {
-        op_visible(ctx, graph->nodes[i + 1]);
-    }
-    return run_layer(ctx, graph->nodes[i], graph->nodes[j]) ? j - i : 0; // VISIBLE may run twice, then
+    return run_layer(ctx, graph->nodes[i], res) ? 1 : 0;
 }
 
 bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {

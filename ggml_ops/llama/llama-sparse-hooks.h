@@ -27,6 +27,9 @@ struct llama_sparse_access; // the one friend of the classes of llama.cpp that w
 void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params); // turns flash attention on
 void llama_sparse_context_end  (llama_context * ctx,     const llama_context_params & params);
 
+// sched_reserve(): how many nodes a graph may have for sparse attention, beside those that llama.cpp makes room for; 0 while it was never asked for
+uint32_t llama_sparse_max_nodes(const llama_context & ctx);
+
 // decode(): the batch is checked, and shifts and copies that were due are done. Decides which tokens are decoded ones, see llama-sparse.h, and seals
 // a part of what was restored
 void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch);

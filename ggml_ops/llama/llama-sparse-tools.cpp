@@ -67,6 +67,9 @@ llama_sparse_measured::~llama_sparse_measured() {
 // ---- llama-server ----
 
 std::string llama_sparse_request_arg(const std::string & spec) {
+    if (spec.size() > 1 << 14) { // a list of the settings of each layer may be long, and the rest is short
+        throw std::invalid_argument("sparse_attn has " + std::to_string(spec.size()) + " bytes; hint: write it as in sparq,ratio=1/8");
+    }
     if (spec.find('\0') != std::string::npos) {
         throw std::invalid_argument("sparse_attn has a character 0; hint: write it as in sparq,ratio=1/8");
     }
@@ -143,6 +146,7 @@ std::string llama_sparse_metrics(llama_context * ctx) {
 namespace {
 
 struct known_document {
+    int         fd = -1; // open as long as the program runs: who replaces the file does so for the next one
     std::string path, kind; // see llama-sparse.h
     uint32_t    n_tokens = 0;
     uint64_t    image_at = 0;
@@ -150,6 +154,18 @@ struct known_document {
 
     bool has(const char * what) const { return kind.find(what) < kind.find('\n'); }
 };
+
+bool read_tokens(known_document & d, uint64_t offset) {
+    const uint64_t n = d.tokens.size()*sizeof(llama_token);
+    for (uint64_t at = 0; at < n;) {
+        const int64_t n_read = llama_sparse_file_read(d.fd, (char *) d.tokens.data() + at, n - at, offset + at);
+        if (n_read <= 0) {
+            return false;
+        }
+        at += n_read;
+    }
+    return true;
+}
 
 // SPARQ_DOCUMENTS is a file with three lines for each document: its path, "tokens image_at tokens_at", and its kind with | for the line feed
 std::vector<known_document> read_list(const char * list) {
@@ -159,14 +175,12 @@ std::vector<known_document> read_list(const char * list) {
     for (std::string numbers; std::getline(lines, d.path) && std::getline(lines, numbers) && std::getline(lines, d.kind);) {
         uint64_t tokens_at = 0;
         std::istringstream fields(numbers);
-        std::ifstream file(d.path, std::ios::binary | std::ios::ate);
-        const uint64_t n_bytes = file ? (uint64_t) file.tellg() : 0;
+        d.fd = llama_sparse_file_open(d.path.c_str());
+        const uint64_t n_bytes = d.fd < 0 ? 0 : std::max<int64_t>(llama_sparse_file_size(d.fd), 0);
         const bool is_line = !!(fields >> d.n_tokens >> d.image_at >> tokens_at);
         std::replace(d.kind.begin(), d.kind.end(), '|', '\n');
         d.tokens.resize(is_line && tokens_at <= n_bytes && d.n_tokens <= (n_bytes - tokens_at)/sizeof(llama_token) ? d.n_tokens : 0);
-        file.seekg(tokens_at);
-        file.read((char *) d.tokens.data(), d.tokens.size()*sizeof(llama_token));
-        if (file && !d.tokens.empty() && *std::min_element(d.tokens.begin(), d.tokens.end()) >= 0) {
+        if (!d.tokens.empty() && read_tokens(d, tokens_at) && *std::min_element(d.tokens.begin(), d.tokens.end()) >= 0) {
             res.push_back(d);
         } else {
             LLAMA_LOG_WARN("%s: %s cannot be read\n", __func__, d.path.c_str());
@@ -206,10 +220,10 @@ void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {
 }
 
 bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_held) {
-    const auto * memory  = llama_get_memory(ctx);
+    const auto * memory  = llama_get_memory(ctx); // nullptr, of a model that only embeds
     const llama_pos next = (llama_pos) n_held, n_swa = llama_model_n_swa(&ctx->get_model());
-    const llama_pos least = memory->seq_pos_min(slot);
-    return n_swa > 0 && least > 0 && least <= next + 1 - n_swa && memory->seq_pos_max(slot) == next - 1;
+    const llama_pos least = memory && n_swa > 0 ? memory->seq_pos_min(slot) : -1;
+    return least > 0 && least <= next + 1 - n_swa && memory->seq_pos_max(slot) == next - 1;
 }
 
 // can a slot go back to its first n_held tokens? Recurrent layers cannot, and windows only as far as they reach
@@ -246,12 +260,7 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
     char err[512] = "cannot be opened";
     const auto & d = *best;
-    bool is_open = false;
-    if (const int fd = llama_sparse_file_open(d.path.c_str()); fd >= 0) {
-        is_open = llama_sparse_document_open(ctx, slot, fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0;
-        llama_sparse_file_close(fd);
-    }
-    if (is_open) {
+    if (llama_sparse_document_open(ctx, slot, d.fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0) {
         tokens = d.tokens;
         LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
     } else {

@@ -160,6 +160,7 @@ void llama_sparse_document_use(const Params & params, Slot & slot, const Task & 
 LLAMA_API void llama_sparse_train_on(llama_model * model, uint32_t n_ctx);
 
 template <typename Params> void llama_sparse_serve_stretched(const llama_context * ctx, llama_model * model, const Params & params) {
+    llama_sparse_has_documents(); // opens them before the first request: one that is replaced by then would not be what the list says
     const Params none{};
     if (params.rope_scaling_type != none.rope_scaling_type || params.rope_freq_base != none.rope_freq_base ||
             params.rope_freq_scale != none.rope_freq_scale || params.yarn_orig_ctx != none.yarn_orig_ctx ||

@@ -81,8 +81,10 @@ static int64_t seal(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
     if (!state || !kv) {
         return 0;
     }
+    // the backends have the threads of a step or of a prompt, whichever came last
+    const auto & cparams = ctx.get_cparams();
     for (const auto & [backend, set_n_threads] : access::set_n_threads_fns(ctx)) {
-        set_n_threads(backend, ctx.get_cparams().n_threads_batch);
+        set_n_threads(backend, std::min(cparams.n_threads, cparams.n_threads_batch));
     }
     return llama_sparse_seal(*kv, *state, ctx.get_sched(), n_groups_of(*kv, n_bytes));
 }
@@ -104,6 +106,14 @@ static bool seal_early(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
         LLAMA_LOG_WARN("%s: the next token will seal what could not be sealed now\n", __func__);
     }
     return n > 0;
+}
+
+// Nodes of a layer: up to 15 for each stage, those that join it to the others among them, and up to 44 for the prompts beside the replies, if llama.cpp
+// builds them in three parts, and for the product that ends latent attention. The inputs, which the layers share, are fewer than those of a layer
+static constexpr uint32_t LAYER_NODES = 16*llm_graph_input_sparse::MAX_STAGES + 48;
+
+uint32_t llama_sparse_max_nodes(const llama_context & ctx) {
+    return ctx.get_cparams().sparse ? LAYER_NODES*(1 + llama_model_n_layer(&ctx.get_model())) : 0;
 }
 
 void llama_sparse_new_graphs(llama_context & ctx) {
@@ -307,7 +317,7 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
                 state->replying [batch.seq_id[i][0]] = false;
                 state->verifying[batch.seq_id[i][0]] = false;
                 seq.prompt_end = batch.logits[i] ? batch.pos[i] : -1;
-                seq.is_prompt  = !batch.logits[i];
+                seq.is_prompt  = !batch.logits[i] || ctx->get_cparams().embeddings; // all tokens of what is embedded have an output
             } else {
                 seq.prompt_end = -1; // it went on; a shift may bring the position back
             }

@@ -343,6 +343,7 @@ size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const par
 
 int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind) {
     ctx.synchronize();
+    ctx.memory_update(false); // copies of whole sequences that wait for the next decode(): they would overwrite the document, or copy it
     const llama_sparse_memory m = llama_sparse_memory_of(ctx);
     auto & kv = *m.kv;
     place p = place_of(stream_of(ctx, kv, seq_id), n_pos);

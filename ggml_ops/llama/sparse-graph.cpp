@@ -16,8 +16,8 @@ using access = llama_sparse_access;
 
 namespace {
 
-// of all decoded tokens of a step in a layer, on a GPU
-constexpr double GPU_LOGIT_BYTES = 1 << 30;
+// logits and lists of all decoded tokens of a step in a layer, on a GPU
+constexpr double GPU_SCRATCH_BYTES = 1 << 30;
 
 // what build_attn() is called with
 struct attention {
@@ -258,8 +258,9 @@ std::string why_not_there(const attention & a, bool all) {
         return "a long prompt between replies";
     }
     // that memory is not reserved, and a device that has none ends the program
-    const double logit_bytes = 4.0*(tok.hi - tok.lo)*a.q->ne[1]*inp.n_kv;
-    return !all && logit_bytes > GPU_LOGIT_BYTES ? "too many logits for a GPU" : "";
+    const int64_t n_head = a.q->ne[1], n_head_kv = a.k->ne[1];
+    const double bytes = (4.0*n_head + (n_head > n_head_kv ? 12.0 : 8.0)*n_head_kv)*(tok.hi - tok.lo)*inp.n_kv;
+    return !all && bytes > GPU_SCRATCH_BYTES ? "too many logits for a GPU" : "";
 }
 
 // attention of the decoded tokens of a stage; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
@@ -322,6 +323,9 @@ ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std
     if (!why.empty()) {
         return nullptr; // the nodes made above are in no graph
     }
+    // before the layer's own nodes: on a GPU two neighbours among them may be one launch
+    set_device(a.g, dev, visible);
+    ggml_build_forward_expand(a.g.gf, visible);
     return emit(a, dev, res, "sparse_attend");
 }
 

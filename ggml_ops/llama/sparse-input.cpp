@@ -13,9 +13,6 @@ using access = llama_sparse_access;
 // position that is not sealed is scored from K, which costs more with every token than sealing it does once
 static constexpr int64_t N_SEAL = 16;
 
-// A graph has room for so many. Where the tokens of one step complete more groups, the later ones are scored from K, and not from the shadow
-static constexpr size_t MAX_STAGES = 4;
-
 //
 // replies
 //
@@ -117,7 +114,7 @@ static std::vector<llm_graph_input_sparse::stage> find_stages(const llama_sparse
     }
     std::sort(cuts.begin(), cuts.end());
     cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
-    cuts.resize(std::min(cuts.size(), MAX_STAGES - 1));
+    cuts.resize(std::min(cuts.size(), llm_graph_input_sparse::MAX_STAGES - 1));
 
     std::vector<llm_graph_input_sparse::stage> res;
     uint32_t from = 0;
@@ -191,9 +188,13 @@ static ggml_tensor * new_input(const llm_graph_context & g, const char * name, i
 }
 
 void llm_graph_input_sparse::need_list(const llm_graph_context & g) {
-    for (auto & stage : stages) {
-        const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
-        stage.list = stage.list ? stage.list : new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
+    if (stages[0].list) {
+        return;
+    }
+    const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
+    const int64_t n_list    = std::max({ N_SEAL, n_written, n_waiting() });
+    for (auto & stage : stages) { // the first may also have one for each that a later stage has, see set_seal()
+        stage.list = new_input(g, "sparse_list", &stage == &stages[0] ? n_list*(int64_t) stages.size() : n_list, n_stream);
     }
 }
 
@@ -285,7 +286,7 @@ std::vector<int32_t> llm_graph_input_sparse::seal_stage(const stage & x, uint32_
     }
     std::vector<int32_t> res;
     shadow().for_sealable(access::cells(kv(), stream), stream, n_kv, busy.data(), [&](int32_t g) {
-        if ((int64_t) res.size() == x.list->ne[0]) {
+        if ((int64_t) res.size() == stages.back().list->ne[0]) {
             return false;
         }
         res.push_back(g);
@@ -414,10 +415,10 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
 }
 
 void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
-    if (const ggml_tensor * list = stages[0].list) {
+    if (stages[0].list) {
         const auto & sinfo = access::sinfo(*mctx);
         shadow().commit();
-        state->n_waiting = std::max<int64_t>(0, state->n_waiting - list->ne[0]);
+        state->n_waiting = std::max<int64_t>(0, state->n_waiting - stages.back().list->ne[0]);
         // those of the graph's streams without tokens in this ubatch seal nothing new
         static const std::vector<uint32_t> none;
         for (uint32_t s = 0; s < n_stream; ++s) {

@@ -11,6 +11,9 @@
 
 class llm_graph_input_sparse : public llm_graph_input_i {
 public:
+    // A graph has room for so many. Where the tokens of one step complete more groups, the later ones are scored from K, and not from the shadow
+    static constexpr size_t MAX_STAGES = 4;
+
     // the one of this graph, made by the first layer that asks
     static llm_graph_input_sparse * of(const llm_graph_context & g);
 

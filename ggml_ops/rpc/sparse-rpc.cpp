@@ -6,9 +6,13 @@
 #include <map>
 #include <mutex>
 
-#ifndef _WIN32
+#ifdef _WIN32
+#  include <winsock2.h>
+#else
+#  include <cerrno>
 #  include <netinet/in.h>
 #  include <netinet/tcp.h>
+#  include <poll.h>
 #  include <sys/socket.h>
 #endif
 
@@ -41,17 +45,51 @@ uint8_t ggml_sparse_rpc_own_version() {
     return VERSION;
 }
 
+#ifndef _WIN32
+static void set_option(int socket, int level, int name, int value) {
+    setsockopt(socket, level, name, &value, sizeof(value));
+}
+#endif
+
+#ifdef __linux__
+static constexpr int ARRIVED_MS = 20000; // until what was sent must have arrived
+
+static void wait_for_room(int socket) {
+    pollfd room = { socket, POLLOUT, 0 };
+    while (poll(&room, 1, ARRIVED_MS/4) == 0) {
+        tcp_info info = {};
+        socklen_t size = sizeof(info);
+        getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size);
+        set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, info.tcpi_unacked == 0 ? 0 : ARRIVED_MS);
+    }
+    set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, ARRIVED_MS);
+}
+#endif
+
 void ggml_sparse_rpc_keep_alive(int socket) {
 #ifdef _WIN32
     (void) socket;
 #else
-    const auto set = [&](int level, int name, int value) { setsockopt(socket, level, name, &value, sizeof(value)); };
-    set(SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 #  ifdef __linux__
-    set(IPPROTO_TCP, TCP_KEEPIDLE, 5);         // s without a word until the first question ..
-    set(IPPROTO_TCP, TCP_KEEPINTVL, 5);        // .. and to the next
-    set(IPPROTO_TCP, TCP_KEEPCNT, 3);          // questions
-    set(IPPROTO_TCP, TCP_USER_TIMEOUT, 20000); // ms until what was sent must have arrived
+    set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 5);  // s without a word until the first question ..
+    set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 5); // .. and to the next
+    set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);   // questions
+    set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, ARRIVED_MS);
 #  endif
+#endif
+}
+
+int64_t ggml_sparse_rpc_send(int socket, const char * data, size_t size) {
+#ifdef __linux__
+    while (true) {
+        const ssize_t n = send(socket, data, size, MSG_DONTWAIT);
+        if (n >= 0 || (errno != EAGAIN && errno != EINTR)) {
+            return n;
+        }
+        wait_for_room(socket);
+    }
+#else
+    return send(socket, data, size, 0);
 #endif
 }

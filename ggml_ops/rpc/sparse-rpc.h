@@ -5,6 +5,7 @@
 // A worker is sent ops by their number and runs what it is sent; llama.cpp's own would read the number of SPARSE_ATTN as something else. So a
 // worker of ours greets with a byte that llama.cpp leaves at zero, and no other is sent the op.
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -24,4 +25,9 @@ extern "C" uint8_t ggml_sparse_rpc_own_version(void);
 
 // A machine that is switched off, or whose cable is cut, says nothing; the call to it would wait for ever. With this it fails after about
 // 20 seconds. A worker that computes for longer keeps its connection: its system answers.
-void ggml_sparse_rpc_keep_alive(int socket);
+extern "C" void ggml_sparse_rpc_keep_alive(int socket);
+
+// As send(): the bytes that were taken, or below 0. A worker that computes reads nothing meanwhile, and its system lets no more be sent; the sender's
+// system would take 20 seconds of that for a machine that is gone, although it answers. So that limit is off while all that was sent has arrived. A
+// machine that vanishes just then is missed after a quarter of an hour.
+extern "C" int64_t ggml_sparse_rpc_send(int socket, const char * data, size_t size);

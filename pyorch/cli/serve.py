@@ -447,6 +447,8 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
     if served.keys:
         # Twice, because it logs the last letters of a key if there is only one.
         line += ["--api-key-file", str(served.keys)] * 2
+    # It would copy the document of each slot that is idle, whenever another slot begins.
+    line += ["--no-cache-idle-slots"] * bool(served.documents)
     return line
 
 

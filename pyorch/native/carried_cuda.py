@@ -28,6 +28,7 @@ PACKAGE = "sparq-cpp-cuda"
 MODULE = "sparq_cpp_cuda"
 MAJOR = "13"  # of CUDA, with whose libraries it is linked
 NVIDIA = "nvidia"  # the link beside the backend, where that looks for NVIDIA's libraries
+_AGAIN_S = 3600  # after which one that did not work is tried again: the GPU may have been full
 _DRIVER = Path("/proc/driver/nvidia/version")
 # llama.cpp takes these to have code of their own, and launches blocks that other code is not for.
 _NEED_THEIR_OWN = ("89", "121")
@@ -81,7 +82,10 @@ def find(cpu: Path) -> tuple[Path | None, str]:
     target = cpu.with_name(f"{NAME}-{hashlib.sha256(of.encode()).hexdigest()[:12]}")
 
     def done() -> bool:  # what its links lead to may be gone
-        return build.read_stamp(target) is not None and all(f.exists() for f in target.iterdir())
+        stamp = build.read_stamp(target)
+        if stamp and "cuda" in stamp["off"] and time.time() - stamp["time"] > _AGAIN_S:
+            return False
+        return stamp is not None and all(f.exists() for f in target.iterdir())
 
     if not done():
         with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):

@@ -204,6 +204,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert started["mask"] == 0o077, "slots and logs that it writes are made of what people asked"
     foreign = [k for k in started["env"] if k.startswith(("LLAMA_", "AIP_", "SPARQ_"))]
     assert foreign == ["SPARQ_PROMPT_ON_CPU"]
+    assert "--no-cache-idle-slots" not in argv, "there is no document"
     first, ready, account = running.said.splitlines()
     assert first == "tiny.gguf, attention sparq,ratio=1/8, 2048 positions in each of 3 slots"
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1 is ready; Ctrl-C ends it", ready)

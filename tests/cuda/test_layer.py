@@ -7,6 +7,7 @@ where the cut is hard to find: a cell too many or too few shows, since V is rand
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from graphs import sparse_run
 from test_mixed_kinds import CASES as MIXED
 from test_mixed_kinds import test_mixed_batch as check_mixed_batch
 
+WANTED = 8  # the source of SCORE_SELECT, in ggml-sparse-nodes.h
 HEADS = [(2, 2), (8, 2), (12, 2)]  # the last in two passes over the heads
 N_SM = [1, 4, 200]  # for clusters of 1 to 16 blocks
 
@@ -141,6 +143,27 @@ def test_when_it_is_one_launch(ggml) -> None:
         with planned(ggml, cc=cc):
             sparse_run(ggml, cases.make(case))
         assert (ggml.n_fused > before) == one, (case, cc)
+
+
+def test_a_result_that_lies_on_what_is_read_is_not_made_in_one_launch(ggml, monkeypatch) -> None:
+    """llama.cpp may give ATTEND the memory of `wanted`, which it does not read itself."""
+    data = cases.make(Case(n_kv=600, heads=(4, 2), batch=(3, 1)))
+    want = sparse_run(ggml, data)
+    compute = ggml.compute
+
+    def on_top(graph, nodes, n_threads: int) -> None:
+        select, attend = (node.contents for node in nodes[-2:])
+        wanted = select.src[WANTED].contents
+        n = ggml.base.ggml_nbytes(select.src[WANTED])
+        assert n <= ggml.base.ggml_nbytes(nodes[-1])
+        ctypes.memmove(attend.data, wanted.data, n)
+        wanted.data = attend.data
+        compute(graph, nodes, n_threads)
+
+    monkeypatch.setattr(ggml, "compute", on_top)
+    before = ggml.n_fused
+    assert np.allclose(sparse_run(ggml, data), want, rtol=0, atol=1e-5)
+    assert ggml.n_fused == before
 
 
 def test_separate_launches_give_mixed_batches_the_same_bits(ggml, monkeypatch) -> None:

@@ -172,6 +172,23 @@ def test_several_documents_in_one_context(tiny: Path, tmp_path: Path) -> None:
         assert continued(s, s.tokens)[0] == wanted[0]
 
 
+def test_a_copy_of_a_sequence_that_waits_does_not_overwrite_a_document(
+    tiny: Path, book: Path
+) -> None:
+    """llama.cpp copies a stream of its own only when it decodes next."""
+    found, replies = document_file.load(book), []
+    for copies in (False, True):
+        with engine.load(tiny, attention=SPARSE, n_ctx=4096, n_sequences=2) as s:
+            if copies:
+                s.lib.llama_memory_seq_cp(s.memory, 1, 0, -1, -1)
+            with book.open("rb") as f:
+                where = f.fileno(), found.image_at, found.n_tokens, found.n_tokens
+                document._call(s, "open", 0, *where, found.kind.encode())
+            s.tokens = document_file.content(found)[0]
+            replies.append(continued(s, s.tokens))
+    assert replies[0][0] == replies[1][0] and np.array_equal(replies[0][1], replies[1][1])
+
+
 @pytest.mark.parametrize("n", [64, 100, 600, N_TEXT])
 @pytest.mark.parametrize("shadow", ["q4", "q8", "f16"])
 def test_a_document_holds_nothing_else(tiny: Path, tmp_path: Path, shadow: str, n: int) -> None:

@@ -7,6 +7,7 @@ those of f32, f16 and others do not, whatever attention does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,6 +89,15 @@ def test_a_verified_token_has_the_bits_that_it_has_alone(
         assert 0 < counters["calls_sparse"] < counters["steps"] * N_LAYER
     else:
         assert counters["calls_sparse"] == counters["steps"] * N_LAYER
+
+
+def test_a_graph_has_room_for_all_groups_that_a_draft_completes(tmp_path: Path) -> None:
+    """With so many layers those are more nodes than llama.cpp itself makes room for."""
+    path = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=40, weights="Q8_0")
+    with Model(path) as deep, context(deep, SPECS["q4"], True) as ctx:
+        verify(ctx, N_PROMPT, 260)
+        assert ctx.info()["counters"]["verified"] == 260
+        assert ctx.check_shadow() == 0
 
 
 @pytest.mark.parametrize("unified", MODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import http.client
 import json
@@ -310,6 +311,38 @@ def test_a_vanished_host(demo_model: Path, tmp_path: Path) -> None:
     done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "error: the worker at 127.0.0.1:50099 is gone" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_reads_nothing_for_long_is_waited_for() -> None:
+    """As one that computes. After 20 s the system would take it for gone, although it answers."""
+    lib = engine.library().lib._lib
+    lib.ggml_sparse_rpc_send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
+    lib.ggml_sparse_rpc_send.restype = ctypes.c_int64
+    data, got = b"x" * (32 << 20), 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    with near, far:
+        lib.ggml_sparse_rpc_keep_alive(near.fileno())
+
+        def read() -> None:
+            nonlocal got
+            time.sleep(26)
+            with suppress(OSError):  # it was reset
+                while piece := far.recv(1 << 20):
+                    got += len(piece)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        n_sent = 0
+        while n_sent < len(data):
+            n = lib.ggml_sparse_rpc_send(near.fileno(), data[n_sent:], len(data) - n_sent)
+            assert n > 0, f"after {n_sent} bytes"
+            n_sent += n
+        near.shutdown(socket.SHUT_WR)
+        reader.join()
+    assert got == len(data)
 
 
 def dies_after(link: Link, n_bytes: int, process: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, Token, tokens
+from llama import Context, Model, Token, bindings, tokens
 from nodes import Watch
 from quick import pairwise
 
@@ -114,6 +114,17 @@ def test_a_prompt_in_pieces_is_exact(unified: bool, model: Model) -> None:
                 assert calls(ctx) == (1, n)
                 done += n
             near(ctx.logits(), exact)
+
+
+def test_what_is_embedded_is_exact_in_any_pieces(model: Model) -> None:
+    """All of its tokens have an output, which a prompt's have not."""
+    with context(model, SPECS["f16"], False) as ctx:
+        bindings().llama_set_embeddings(ctx.handle, True)
+        ctx.say_prompt(0)
+        ctx.reset_counters()
+        assert ctx.decode(tokens(0, 200), "all") == 0
+        assert ctx.decode(tokens(0, 1, 200), "all") == 0
+        assert calls(ctx) == (0, 201)
 
 
 @pytest.mark.parametrize("unified", MODES)

@@ -309,12 +309,12 @@ def test_a_long_prompt_between_replies(run) -> None:
 
 
 def test_too_many_logits_on_a_device(fake: Path, tmp_path: Path) -> None:
-    """256 replies by 1,024 heads are just 1 GiB of logits while the cache has 1,024 cells, and more
-    in the next step, whose attention is the device's own."""
+    """256 replies by 1,024 heads take less than 1 GiB while the cache has 768 cells, and more in
+    the next step, whose attention is the device's own."""
     path = tiny_models.write(
         tmp_path / "m.gguf", n_layer=1, n_head=1024, n_head_kv=32, head_dim=32, n_embd=64
     )
-    options = {"spec": SPARQ, "n_gpu_layers": ALL, "order": "r" * 256, "n_before": 3}
+    options = {"spec": SPARQ, "n_gpu_layers": ALL, "order": "r" * 256, "n_before": 2}
     text = json.dumps(options | {"unified": True, "only_info": True})
     got = from_child(HERE / "beside.py", path, fake, text)
     assert reasons(got) == {"too many logits for a GPU"}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny as tiny_models
 from server import ask, events, sent, serving, started, text
 from test_engine import text_of
 
@@ -103,7 +104,8 @@ def test_chat_completions_and_streams(url: str) -> None:
 def keeper(server_dir: Path, tiny: Path, tmp_path_factory: Any) -> Iterator[str]:
     """A server that saves slots, keeps prompts in memory, shifts contexts and reuses pieces."""
     folder = tmp_path_factory.mktemp("keeper")
-    line = ("-m", tiny, "-t", 1, "-np", 2, "-c", 1024, "--no-kv-unified", "-b", 64, "-ub", 64)
+    line = ("-m", tiny, "-t", 1, "-tb", 4, "-np", 2, "-c", 1024, "--no-kv-unified", "-b", 64)
+    line += ("-ub", 64)
     line += ("--slot-save-path", folder, "--cache-ram", 64, "--context-shift", "--metrics")
     with serving(server_dir, folder / "log", *line, "--sparse-attn", SERVERS) as address:
         yield address
@@ -170,6 +172,7 @@ REFUSED = [  # what the library refuses: test_sequences.py
     (7, "type must be string"),
     ({"ratio": 0.1}, "type must be string"),
     ("\ud83d\ude00" * 3000, "unknown method"),
+    ("sparq,k_layers=" + "1:" * 10000, "sparse_attn has 20015 bytes"),
 ]
 
 
@@ -183,6 +186,16 @@ def test_what_is_refused(url: str, spec: Any, why: str, stream: bool) -> None:
     assert error.value.code == said["code"] == 400
     assert why in said["message"] and "\n" not in said["message"]
     assert positions_read(complete(url, 1, None, sparse_attn=None)) == 64
+
+
+def test_a_model_without_a_cache_embeds(server_dir: Path, tmp_path: Path) -> None:
+    """The second text begins with the first, which its slot held."""
+    model = tiny_models.write(tmp_path / "m.gguf", "gemma-embedding", n_layer=2)
+    line = ("-m", model, "-t", 1, "-np", 1, "-c", 512, "--embeddings", "--pooling", "mean")
+    with serving(server_dir, tmp_path / "log", *line) as address:
+        for n in (4, 9, 20):
+            found = ask(f"{address}/v1/embeddings", {"input": [*range(100, 100 + n)]})
+            assert len(found["data"][0]["embedding"]) == 128
 
 
 def test_settings_and_metrics(url: str) -> None:

@@ -142,6 +142,25 @@ def test_a_document_that_went_bad_is_read(
     assert "bad.kv: the document is shorter than its header says" in said
 
 
+def test_a_document_that_is_replaced_stays_in_use(
+    server_dir: Path, tiny: Path, tmp_path: Path, told: Any
+) -> None:
+    """Its tokens are known since the start, and the file of now is of another text."""
+    with engine.load(tiny, attention=SPARSE, n_ctx=2048) as s:
+        path = tmp_path / "book.kv"
+        book = engine.read_document(s, path, reading(1100))
+        other = engine.read_document(s, tmp_path / "other.kv", reading(1100, seed=1))
+    prompt = document_file.content(book)[1] + " who?"
+    args = ("-m", tiny, *COMMON, "--cache-ram", 0)
+    with serving(server_dir, tmp_path / "log", *args) as url:
+        wanted = complete(url, prompt)["content"]
+    told(document_file.listed([book]))
+    with serving(server_dir, tmp_path / "log2", *args) as url:
+        other.path.replace(path)
+        found = complete(url, prompt)
+    assert found["content"] == wanted and found["timings"]["prompt_n"] == 5
+
+
 # ---- beside what changes K and V ----
 
 

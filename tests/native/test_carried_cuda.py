@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +185,9 @@ def test_one_that_does_not_work_is_tried_once_for_a_driver(
     assert why in err and why in carried_cuda.find(cpu)[1]
     (world / "driver").write_text("another")
     assert native.find() == cpu and len(tried) == 2
+    later = time.time() + 3700
+    monkeypatch.setattr(carried_cuda.time, "time", lambda: later)
+    assert native.find() == native.find() == cpu and len(tried) == 3, "the GPU may have been full"
 
 
 def test_what_its_links_lead_to_may_go(cpu: Path, tried: list[str], world: Path) -> None:

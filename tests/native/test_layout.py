@@ -126,5 +126,7 @@ def test_the_parameters_of_every_step_count(layout, compiled, ours: int) -> None
 def test_the_layout_of_the_shadow_needs_no_ggml(language: str, standard: str) -> None:
     ops = paths.data("ggml_ops")
     argv = [*shlex.split(probe.need_compiler().cxx), "-x", language, f"-std={standard}"]
-    done = subprocess.run([*argv, "-fsyntax-only", "-w", ops / "sparse-codes.h"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*argv, "-fsyntax-only", "-w", ops / "sparse-codes.h"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
