@@ -87,7 +87,7 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
         )
     made_of = build.sources(options)
     made_by = [metadata.version("ziglang"), release, host.version]
-    # not how it is made: ninja sees which of its commands are others, and this takes hours
+    # not how it is made: ninja sees which of its commands are others, and this takes an hour
     key = json.dumps([made_of["pin"], made_of["patches"], target.zig, *made_by, archs]).encode()
     name = "cuda" if archs == ARCHS else f"cuda_{'_'.join(archs)}"
     root = paths.cache() / "wheels" / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
