@@ -190,7 +190,7 @@ def test_what_is_refused(url: str, spec: Any, why: str, stream: bool) -> None:
 
 def test_a_model_without_a_cache_embeds(server_dir: Path, tmp_path: Path) -> None:
     """The second text begins with the first, which its slot held."""
-    model = tiny_models.write(tmp_path / "m.gguf", "gemma-embedding", n_layer=2)
+    model = tiny_models.write(tmp_path / "m.gguf", "gemma-embedding", n_layer=6)
     line = ("-m", model, "-t", 1, "-np", 1, "-c", 512, "--embeddings", "--pooling", "mean")
     with serving(server_dir, tmp_path / "log", *line) as address:
         for n in (4, 9, 20):
