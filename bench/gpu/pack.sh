@@ -11,13 +11,13 @@
 set -eu
 [ $# = 1 ] || [ "$#-${2:-}" = 2---built ] || { sed -n '2,10p' "$0"; exit 2; }
 root=$(cd "$(dirname "$0")/../.." && pwd)
-out=$1
-[ ! -e "$out" ] || [ "$out" = . ] || { echo "error: $out is there already"; echo "hint: name a new folder"; exit 2; }
+[ "$1" = . ] && out=$root || out=$(realpath -m "$1")
+[ ! -e "$out" ] || [ "$out" = "$root" ] || { echo "error: $out is there already"; echo "hint: name a new folder"; exit 2; }
 python=${PYTHON:-$root/.venv/bin/python}
 rm -rf "$out/vendor" "$out/library"
 mkdir -p "$out/vendor"
 
-[ "$out" = . ] || git -C "$root" archive HEAD -- . ':!bench/results' ':!bench/figures' | tar -x -C "$out"
+[ "$out" = "$root" ] || git -C "$root" archive HEAD -- . ':!bench/results' ':!bench/figures' | tar -x -C "$out"
 
 if [ $# = 2 ]; then
     built=$(cd "$root" && "$python" - <<'PY'
@@ -60,4 +60,4 @@ fi
 find "$out/vendor" -name '*.so' -delete
 rm -rf "$out/vendor/bin" "$out"/vendor/*.dist-info/RECORD
 
-[ "$out" = . ] || du -sh "$out" | sed 's/\t.*/ packed/'
+[ "$out" = "$root" ] || du -sh "$out" | sed 's/\t.*/ packed/'

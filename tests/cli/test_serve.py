@@ -76,14 +76,14 @@ server.serve_forever()
 CALLS = "0.02.0.0 I sparse attention sparq: 19 attention calls sparse, 1 exact, 2 in prompts"
 NEVER = "0.02.0.0 W sparse attention sparq: 0 attention calls sparse, 20 exact, 2 in prompts"
 MAIN = """
-import sys
+import os, sys
 from pathlib import Path
 from pyorch import native
 from pyorch.cli import main, supervise
 folder = Path(sys.argv.pop(1))
 native.built = native.lib_dir = lambda **_: folder
 native.check_compiler = lambda *_: None
-supervise.GRACE_S = 0.5
+supervise.GRACE_S = float(os.environ.pop("GRACE_S", supervise.GRACE_S))
 main()
 """
 READY_S = 60
@@ -258,7 +258,7 @@ def test_a_signal_while_it_loads(standin: Any) -> None:
 
 
 def test_one_that_does_not_end_is_killed(standin: Any) -> None:
-    with standin("deaf") as running:
+    with standin("deaf", GRACE_S="0.5") as running:
         running.until_ready()
         pid = standin.started()["pid"]
         assert running.end() == 0
@@ -267,7 +267,7 @@ def test_one_that_does_not_end_is_killed(standin: Any) -> None:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="there is no prctl")
 def test_it_goes_when_we_are_killed(standin: Any) -> None:
-    with standin("deaf") as running:
+    with standin("deaf", GRACE_S="0.5") as running:
         running.until_ready()
         pid = standin.started()["pid"]
         running.process.kill()
