@@ -20,7 +20,7 @@ import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny as tiny_models
@@ -28,7 +28,9 @@ from server import answered
 
 from pyorch import native
 from pyorch.cli import serve
+from pyorch.cli.options import LoadOptions
 from pyorch.cli.serve import Account
+from pyorch.engine.settings import settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -690,3 +692,11 @@ def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> N
     shorter, otherwise = capsys.readouterr().err.splitlines()  # each is said once
     assert shorter == "note: /d.kv: the document is shorter"
     assert otherwise == "note: /d.kv is not used: read otherwise"
+
+
+def test_idle_slots_keep_no_copy_of_a_document(tiny: Path) -> None:
+    file = read_gguf(tiny)
+    settings = settings_for(file, n_ctx=1024, n_sequences=2, attention="sparq")
+    for documents in ([], [cast(Any, "a document")]):
+        served = serve.Served(file, settings, "m", "h", 1, None, LoadOptions(), documents)
+        assert ("--no-cache-idle-slots" in serve._arguments(served)) == bool(documents)

@@ -149,16 +149,18 @@ def test_a_document_that_is_replaced_stays_in_use(
     with engine.load(tiny, attention=SPARSE, n_ctx=2048) as s:
         path = tmp_path / "book.kv"
         book = engine.read_document(s, path, reading(1100))
-        other = engine.read_document(s, tmp_path / "other.kv", reading(1100, seed=1))
+        other = engine.read_document(s, tmp_path / "other.kv", reading(1100, seed=2))
     prompt = document_file.content(book)[1] + " who?"
     args = ("-m", tiny, *COMMON, "--cache-ram", 0)
     with serving(server_dir, tmp_path / "log", *args) as url:
-        wanted = complete(url, prompt)["content"]
+        wanted = complete(url, prompt, n_probs=1)
     told(document_file.listed([book]))
     with serving(server_dir, tmp_path / "log2", *args) as url:
         other.path.replace(path)
-        found = complete(url, prompt)
-    assert found["content"] == wanted and found["timings"]["prompt_n"] == 5
+        found = complete(url, prompt, n_probs=1)
+    assert found["timings"]["prompt_n"] == 5 and found["content"] == wanted["content"]
+    likely = [[p["logprob"] for p in x["completion_probabilities"]] for x in (wanted, found)]
+    assert np.allclose(*likely, rtol=0, atol=1e-5)
 
 
 # ---- beside what changes K and V ----
