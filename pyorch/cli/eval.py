@@ -159,8 +159,8 @@ def run(
     """Measure what sparse attention costs in quality, task by task.
 
     Without TASK, all tasks run that need no download. All methods see the same examples and answer
-    by real decode steps after a dense prefill. Every answer is recorded at once, and the same
-    command continues an interrupted run.
+    by real decode steps, after an exact prompt unless their SPEC says prompt=. Every answer is
+    recorded at once, and the same command continues an interrupted run.
 
     \b
       sparq-cpp eval --list
