@@ -146,7 +146,7 @@ std::string llama_sparse_metrics(llama_context * ctx) {
 namespace {
 
 struct known_document {
-    int         fd = -1; // open as long as the program runs: who replaces the file does so for the next one
+    int         fd = -1; // open as long as the program runs, which so keeps the file that it knows when another takes its place
     std::string path, kind; // see llama-sparse.h
     uint32_t    n_tokens = 0;
     uint64_t    image_at = 0;
@@ -154,18 +154,6 @@ struct known_document {
 
     bool has(const char * what) const { return kind.find(what) < kind.find('\n'); }
 };
-
-bool read_tokens(known_document & d, uint64_t offset) {
-    const uint64_t n = d.tokens.size()*sizeof(llama_token);
-    for (uint64_t at = 0; at < n;) {
-        const int64_t n_read = llama_sparse_file_read(d.fd, (char *) d.tokens.data() + at, n - at, offset + at);
-        if (n_read <= 0) {
-            return false;
-        }
-        at += n_read;
-    }
-    return true;
-}
 
 // SPARQ_DOCUMENTS is a file with three lines for each document: its path, "tokens image_at tokens_at", and its kind with | for the line feed
 std::vector<known_document> read_list(const char * list) {
@@ -180,7 +168,9 @@ std::vector<known_document> read_list(const char * list) {
         const bool is_line = !!(fields >> d.n_tokens >> d.image_at >> tokens_at);
         std::replace(d.kind.begin(), d.kind.end(), '|', '\n');
         d.tokens.resize(is_line && tokens_at <= n_bytes && d.n_tokens <= (n_bytes - tokens_at)/sizeof(llama_token) ? d.n_tokens : 0);
-        if (!d.tokens.empty() && read_tokens(d, tokens_at) && *std::min_element(d.tokens.begin(), d.tokens.end()) >= 0) {
+        const uint64_t n = d.tokens.size()*sizeof(llama_token);
+        if (n > 0 && llama_sparse_file_read_all(d.fd, (char *) d.tokens.data(), n, tokens_at) > 0 &&
+                *std::min_element(d.tokens.begin(), d.tokens.end()) >= 0) {
             res.push_back(d);
         } else {
             LLAMA_LOG_WARN("%s: %s cannot be read\n", __func__, d.path.c_str());

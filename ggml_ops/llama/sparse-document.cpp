@@ -241,14 +241,9 @@ void write_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to)
 
 // throws std::runtime_error
 void read_all(int fd, char * data, uint64_t n, uint64_t offset) {
-    while (n > 0) {
-        const int64_t done = llama_sparse_file_read(fd, data, n, offset);
-        if (done <= 0) {
-            throw std::runtime_error(done < 0 ? std::string("cannot read the document: ") + strerror(errno) : "the document ends early");
-        }
-        data   += done;
-        offset += done;
-        n      -= done;
+    const int done = llama_sparse_file_read_all(fd, data, n, offset);
+    if (done <= 0) {
+        throw std::runtime_error(done < 0 ? std::string("cannot read the document: ") + strerror(errno) : "the document ends early");
     }
 }
 

@@ -181,3 +181,16 @@ void llama_sparse_huge_pages(char * at, size_t n) {
     (void) n;
 #endif
 }
+
+int llama_sparse_file_read_all(int fd, char * data, uint64_t n, uint64_t offset) {
+    while (n > 0) {
+        const int64_t done = llama_sparse_file_read(fd, data, n, offset);
+        if (done <= 0) {
+            return (int) done;
+        }
+        data   += done;
+        offset += done;
+        n      -= done;
+    }
+    return 1;
+}

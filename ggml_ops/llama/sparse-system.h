@@ -15,6 +15,9 @@ int64_t llama_sparse_file_size(int fd); // < 0: unknown
 int64_t llama_sparse_file_read (int fd, char       * data, uint64_t n, uint64_t offset);
 int64_t llama_sparse_file_write(int fd, const char * data, uint64_t n, uint64_t offset);
 
+// All of n bytes at an offset. 0: the file ends before; < 0: errno says why
+int llama_sparse_file_read_all(int fd, char * data, uint64_t n, uint64_t offset);
+
 size_t llama_sparse_page_size();
 
 // Other pages take the place of those at `at`, where one begins: private ones of a file, or empty ones. False: the system refuses. Windows always

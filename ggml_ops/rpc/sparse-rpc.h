@@ -29,5 +29,5 @@ extern "C" void ggml_sparse_rpc_keep_alive(int socket);
 
 // As send(): the bytes that were taken, or below 0. A worker that computes reads nothing meanwhile, and its system lets no more be sent; the sender's
 // system would take 20 seconds of that for a machine that is gone, although it answers. So that limit is off while all that was sent has arrived. A
-// machine that vanishes just then is missed after a quarter of an hour.
+// machine that vanishes just then is missed when Linux gives up by itself, by its defaults after about a quarter of an hour.
 extern "C" int64_t ggml_sparse_rpc_send(int socket, const char * data, size_t size);

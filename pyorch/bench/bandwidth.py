@@ -25,6 +25,7 @@ from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.models.memory import available_memory
 from pyorch.native import carried, probe
+from pyorch.progress import say
 
 BUFFER_BYTES = 256 << 20  # per thread; far above any cache
 LEAST_BYTES = 32 << 20  # per thread, the least if memory is short
@@ -106,7 +107,10 @@ def measured(n_threads: int) -> float:
     Raises:
         SparqError: as `MemoryReader`.
     """
-    reader = MemoryReader(max(1, min(n_threads, available_memory() // SHARE // LEAST_BYTES)))
+    n = max(1, min(n_threads, available_memory() // SHARE // LEAST_BYTES))
+    if n < n_threads:
+        say(f"memory is short: its speed is measured with {n} of {n_threads} threads")
+    reader = MemoryReader(n)
     reader.read()
     return statistics.median(reader.read() for _ in range(5))
 

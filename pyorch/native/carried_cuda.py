@@ -30,7 +30,7 @@ MAJOR = "13"  # of CUDA, with whose libraries it is linked
 NVIDIA = "nvidia"  # the link beside the backend, where that looks for NVIDIA's libraries
 _AGAIN_S = 3600  # after which one that did not work is tried again: the GPU may have been full
 _DRIVER = Path("/proc/driver/nvidia/version")
-# llama.cpp takes these to have code of their own, and launches blocks that other code is not for.
+# llama.cpp expects code of their own on these, and launches blocks too large for any other code.
 _NEED_THEIR_OWN = ("89", "121")
 _NEEDED = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13")
 

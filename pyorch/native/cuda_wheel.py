@@ -170,7 +170,7 @@ def _host(zig: wheel.Zig, host: probe.Compiler, tree: Path) -> Path:
     exports.write_text("{ global: ggml_*; local: *; };\n", "utf-8")
     compile = shlex.join([*gcc, f"-ffile-prefix-map={tree}=."])
     link = shlex.join([str(zig.folder / "zig"), "cc", "-target", zig.target.zig])
-    # what GCC's headers ask of a newer glibc is in none of the libraries: no link, not no start
+    # GCC's headers may ask for functions of a newer glibc: then it should not link at all
     hidden = shlex.quote(f"-Wl,-z,defs,--gc-sections,--version-script={exports}")
     more = shlex.join([library, str(older), "-lunwind"])
     lines = [

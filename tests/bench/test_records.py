@@ -241,7 +241,10 @@ def test_buffers_take_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("free", "reading"), [(1 << 30, 8), (16 << 30, 64), (1 << 20, 1)])
 def test_fewer_threads_read_where_memory_is_short(
-    free: int, reading: int, monkeypatch: pytest.MonkeyPatch
+    free: int,
+    reading: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = []
 
@@ -255,6 +258,7 @@ def test_fewer_threads_read_where_memory_is_short(
     monkeypatch.setattr(bandwidth, "MemoryReader", Reader)
     monkeypatch.setattr(bandwidth, "available_memory", lambda: free)
     assert bandwidth.measured(64) == 1e9 and asked == [reading]
+    assert (f"with {reading} of 64 threads" in capsys.readouterr().err) == (reading < 64)
 
 
 @pytest.mark.parametrize(

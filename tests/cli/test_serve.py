@@ -139,7 +139,7 @@ def serving(code: str, *args: object, **env: str) -> Iterator[Running]:
 def standin(tmp_path: Path, tiny: Path) -> Callable[..., Any]:
     """`standin("broken", "--ctx", 1024)` runs serve on the stand-in; `.started` tells of it."""
     program, file = tmp_path / "llama-server", tmp_path / "started"
-    code = tmp_path / "standin.py"  # a path with blanks stands in no first line
+    code = tmp_path / "standin.py"  # a `#!` line cannot have a path with blanks
     code.write_text(STANDIN)
     program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(code)])} "$@"\n')
     program.chmod(0o755)
