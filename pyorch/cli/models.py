@@ -87,8 +87,8 @@ def table_command() -> None:
 
 def _expected(c: cards.Card, n_pos: int) -> str:
     """The share of K and V in what a dense token reads, and the speed-up to expect."""
-    if c.latent or n_pos > c.n_ctx:
-        return "dense" if c.latent else "-"
+    if c.n_latent or n_pos > c.n_ctx:
+        return "dense" if c.n_latent else "-"
     weights, dense, read = token_bytes(c.geometry, parse_spec(c.settings), n_pos)
     return f"{100 * dense / (weights + dense):.0f} %, {(weights + dense) / (weights + read):.2f}x"
 
