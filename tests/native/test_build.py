@@ -374,12 +374,22 @@ def test_unsupported_system(world: Path, monkeypatch: pytest.MonkeyPatch, system
     assert "Linux or macOS" in error.value.hint
 
 
-def test_no_cmake(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "works"), [("", False), ("3.9.1", False), ("3.21.0", True)])
+def test_cmake_is_missing_too_old_or_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, works: bool
+) -> None:
     monkeypatch.setitem(sys.modules, "cmake", None)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(SparqError, match="cmake is missing") as error:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = tmp_path / "cmake"
+    if version:
+        program.write_text(f"#!/bin/sh\necho cmake version {version}\n")
+        program.chmod(0o755)
+    if works:
+        assert cmake.tool("cmake") == str(program)
+        return
+    with pytest.raises(SparqError, match="cmake") as error:
         cmake.tool("cmake")
-    assert error.value.hint.endswith("-m pip install cmake")
+    assert "[build]" in error.value.hint
 
 
 def test_installed_data_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

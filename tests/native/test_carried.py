@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pyorch import native
-from pyorch.bench import gain
 from pyorch.errors import SparqError
 from pyorch.native import build, carried, probe, smoke
-
-if TYPE_CHECKING:
-    from conftest import Run
 
 RANKED = {"zen4": 99, "haswell": 12, "x64": 1, "sapphirerapids": 0}
 
@@ -125,39 +120,6 @@ def test_a_build_made_here_is_preferred(wheel: Path, monkeypatch: pytest.MonkeyP
     assert native.find() == made
     found = native.find(tools=("llama-server",))  # that build has no tools
     assert found and found.name.startswith("sparq-carried")
-
-
-def test_a_build_is_measured_beside_the_wheel(
-    run: Run, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
-    measured: list[tuple[Path, Path]] = []
-
-    def measure(here: Path, with_wheel: Path) -> dict[str, tuple[float, float]]:
-        measured.append((here, with_wheel))
-        return {"prompt": (1.234, 1.3), "dense": (0.99, 1), "sparq,ratio=1/8": (1, 1)}
-
-    monkeypatch.setattr(gain, "gain", measure)
-    code, out, err = run("build")
-    assert code == 0
-    assert "it reads a prompt 1.23 to 1.30 times as fast as the wheel's, and decodes 0.99 to" in err
-    assert err.endswith("; 1.00 to 1.00 times at 1/8\n")
-    assert measured == [(Path(out.strip()), carried.find())]
-    assert run("build").err == "" and len(measured) == 1  # only what was new
-
-
-def test_a_build_that_cannot_be_measured_is_built(
-    run: Run, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
-
-    def measure(here: Path, with_wheel: Path) -> dict[str, float]:
-        raise SparqError("no space left")
-
-    monkeypatch.setattr(gain, "gain", measure)
-    code, out, err = run("build")
-    assert code == 0 and Path(out.strip(), "libllama.so").is_file()
-    assert err.endswith("it could not be measured: no space left\n")
 
 
 def test_what_came_with_the_wheel_is_in_use(
