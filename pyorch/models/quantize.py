@@ -78,7 +78,7 @@ def quantize(
     if imatrix is not None:
         options += ["--imatrix", str(imatrix.absolute())]
     with new_file(target, force) as (partial, lock):
-        argv = [program, *options, source.absolute(), partial.absolute()]
+        argv: list[str | Path] = [program, *options, source.absolute(), partial.absolute()]
         said = _run([*argv, type_name.upper(), str(n_threads)], source, progress, lock)
         progress(len(before.tensors), len(before.tensors))
         after = read_gguf(partial)

@@ -63,7 +63,7 @@ def test_the_best_variant_is_tried_once_and_used(
     assert (folder / "llama-server").stat().st_mode & 0o777 == 0o755
     assert (build.bindings() / "llama_cpp" / "__init__.py").is_file()
     assert (stamp["isa"], stamp["off"], stamp["stamp"]) == (["zen4"], {}, "abc")
-    assert carried.about(stamp) == "zen4: llama.cpp prefers it on this CPU to haswell, x64"
+    assert stamp["ranked"] == ["zen4", "haswell", "x64"]
 
 
 def test_what_does_not_work_is_passed_over(
@@ -73,24 +73,17 @@ def test_what_does_not_work_is_passed_over(
     folder = native.built()
     assert tried == ["zen4", "haswell", "x64"]
     assert (folder / "libggml-cpu.so").read_text() == "x64"
-    stamp = json.loads((folder / "stamp.json").read_text())
-    assert stamp["off"] == {
-        "zen4": "it does not work here: multiplying was ended by SIGILL (illegal instruction)",
-        "haswell": "it does not work here: it does not load",
-    }
-    assert carried.about(stamp) == "x64: the only one for this CPU; 2 before it did not work"
+    off = json.loads((folder / "stamp.json").read_text())["off"]
+    assert list(off) == ["zen4", "haswell"] and "SIGILL" in off["zen4"]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "library for zen4 is not used: it does not work here" in said[0]
+    assert len(said) == 2 and "zen4" in said[0] and "haswell" in said[1]
 
 
 def test_none_works(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch, *RANKED)
-    with pytest.raises(SparqError, match="on this CPU: zen4, haswell, x64") as error:
+    with pytest.raises(SparqError, match="zen4, haswell, x64") as error:
         native.find()
     assert "sparq-cpp build" in error.value.hint
-    monkeypatch.setattr(carried, "scores", lambda: {"zen4": 0})
-    with pytest.raises(SparqError, match="works on this CPU: it is too old"):
-        native.find()
     assert not build.finished()
 
 
