@@ -267,6 +267,19 @@ class Block:
     forced: list[int]
     topk: int
 
+    @property
+    def index(self) -> tuple[int, int, int]:
+        return self.stream, self.tok, self.head
+
+    @property
+    def size(self) -> float:
+        """The largest |v| that the token sees."""
+        return float(np.abs(self.v[oracle.visible_positions(self.bias)]).max(initial=0))
+
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """Its query heads in an array (n_stream, n_tok, n_head, ..)."""
+        return whole[self.stream, self.tok, self.head * len(self.q) :][: len(self.q)]
+
 
 @dataclass
 class Data:
