@@ -193,7 +193,7 @@ def test_score_uses_model_scale(ggml: Ggml) -> None:
         with ggml.graph() as g:
             s = Sources(data, g)
             params = graphs.ScoreParams(16, scale, 0.0, 0.0, 16)
-            node = s.node("sparse_attn_score", params)
+            node = s.node("score", params)
             g.compute(node)
             out.append(g.read(node))
     assert np.array_equal(out[0] * np.float32(0.25), out[1])
