@@ -11,20 +11,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import NormalDist
 
 import numpy as np
-from scipy.special import stdtrit
 
 FEWEST = 6  # groups that an interval needs
 NONE = (math.nan, math.nan)
+NORMAL = NormalDist().inv_cdf(0.975)
 
 
-def quantile(n: float) -> float:
-    """Student's 97.5 % quantile for n groups."""
-    return float(stdtrit(n - 1, 0.975))
+@cache
+def quantile(n: int) -> float:
+    """Student's 97.5 % quantile for n groups; NaN for a single one.
+
+    The share of the distribution within -t and t is a finite sum for whole degrees of freedom
+    (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4, by the angle whose tangent is t over the root of
+    the degrees); bisection finds where it is 95 %.
+    """
+    if n < 2:
+        return math.nan
+    powers = np.arange((n - 1) % 2, n - 2, 2)
+    factors = np.append(1, (powers + 1) / (powers + 2)).cumprod()[: len(powers)]
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        share = math.sin(angle) * float(factors @ math.cos(angle) ** powers)
+        if n % 2 == 0:
+            share = (share + angle) * 2 / math.pi
+        low, high = (angle, high) if share < 0.95 else (low, angle)
+    return math.sqrt(n - 1) * math.tan(high)
 
 
-def wilson(successes: float, n: float, z: float = quantile(math.inf)) -> tuple[float, float]:
+def wilson(successes: float, n: float, z: float = NORMAL) -> tuple[float, float]:
     """The interval of a proportion (Wilson, 1927) for a quantile, by default the normal one."""
     p, zz = successes / n, z**2 / n
     middle = (p + zz / 2) / (1 + zz)

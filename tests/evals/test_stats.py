@@ -6,8 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from pyorch.evals import stats
+
+
+def test_student_s_quantile_is_that_of_scipy() -> None:
+    n = np.arange(2, 1002)
+    got = [stats.quantile(int(x)) for x in n]
+    assert got == pytest.approx(stdtrit(n - 1, 0.975), rel=1e-10)
+    assert pytest.approx(stdtrit(np.inf, 0.975)) == stats.NORMAL
+    assert np.isnan(stats.quantile(1))
 
 
 def test_wilson_against_known_values() -> None:
