@@ -19,7 +19,7 @@ from bench.users import prompt_time, serving
 from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import attention_table, output, records
-from pyorch.evals import figures, series, stats, summary, table
+from pyorch.evals import figures, series, stats, table
 
 ROOT = Path(__file__).parents[1]
 EPYC = ROOT / "bench" / "results" / "amd-epyc-2-cores"
@@ -204,7 +204,7 @@ TABLES: dict[str, Callable[[], str]] = {
         )
         for name in ("eval", "eval-real", "eval-floor", "eval-prompts", "ablations")
     },
-    "eval-budgets": lambda: summary.markdown(series.read_folder(EPYC / "eval-budgets")),
+    "eval-budgets": lambda: table.summary(series.read_folder(EPYC / "eval-budgets")),
     **{
         name: lambda name=name, made=made: timed(name, made)
         for name, made in (
@@ -232,7 +232,7 @@ def test_a_table_beside_records_is_made_from_them(name: str) -> None:
 def test_the_marked_table_of_evaluations_is_made_from_records() -> None:
     text = (ROOT / "docs" / "demo-model.md").read_text("utf-8")
     marked = text.partition("<!-- eval -->")[2].partition("<!-- /eval -->")[0]
-    made = summary.markdown(series.read_folder(EPYC / "eval", ["repetition", "needle"]))
+    made = table.summary(series.read_folder(EPYC / "eval", ["repetition", "needle"]))
     assert marked.split() == made.split()
 
 

@@ -66,8 +66,7 @@ def draw(found: Sequence[Series], out: Path) -> list[Path]:
     for name, picture, rows, title in written:
         head = groups[0][0]
         about = f"{head.model}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
-        about += table.about_missing([r for g in groups for r in table.rows(g)])
-        about += table.about_old(found)
+        about += table.about_state(found, [r for g in groups for r in table.rows(g)])
         pictures.write(picture, rows, name, {"Title": title, "Description": about}, out)
         files.append(out / f"{name}.svg")
     return files

@@ -477,15 +477,13 @@ def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
 
 
 def test_dense_on_the_examples_of_a_shorter_row_has_the_digits_of_its_task() -> None:
-    from pyorch.evals import summary
-
     off = scored("off", [0.5] * 6 + [0.015] * 6, 0)
     fewer = [scored(f"{m},ratio=1/8", [0.02] * 6) for m in ("h2o", "quest")]
     fewer = [replace(s, numbers=np.arange(6, 12)) for s in fewer]
     stock = scored("stock-fa0", [0.02] * 12)  # it reads everything, so it has no ratio
     for s in (off, stock, *fewer):
         s.case["task"] = "fidelity"
-    text = summary.markdown([off, stock, *fewer])
+    text = table.summary([off, stock, *fewer])
     assert "(dense on the same 6: 0.015)" in text and "| `llama.cpp -fa 0` | 0.020 ±" in text
 
 
