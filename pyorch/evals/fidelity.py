@@ -38,8 +38,9 @@ def examples(setup: Setup) -> Iterator[Example]:
     books = setup.books(n + TOKENS)
     i = 0
     while True:
-        text = haystack(books, n + TOKENS, setup.rng(i))
-        yield Example(str(i), head + text[:n], TOKENS, forced=tuple(text[n:]))
+        text, stretch = haystack(books, n + TOKENS, setup.rng(i))
+        forced, about = tuple(text[n:]), {"stretch": stretch}
+        yield Example(str(i), head + text[:n], TOKENS, forced=forced, about=about)
         i += 1
 
 

@@ -70,10 +70,10 @@ def question(kind: str, keys: Sequence[str], n_values: int) -> tuple[str, str]:
     return ask.format(kind=kind, keys=names), cue.format(kind=kind, keys=names)
 
 
-def sentences(setup: Setup, rng: np.random.Generator) -> list[str]:
-    """A piece of a book."""
-    text = setup.text(haystack(setup.books(16), setup.ctx, rng))
-    return re.split(r"(?<=[.!?])\s+", text)
+def sentences(setup: Setup, rng: np.random.Generator) -> tuple[list[str], list[int]]:
+    """A piece of a book, and its stretch."""
+    tokens, stretch = haystack(setup.books(16), setup.ctx, rng)
+    return re.split(r"(?<=[.!?])\s+", setup.text(tokens)), stretch
 
 
 def text_with(
@@ -93,9 +93,10 @@ def text_with(
 def example(name: str, setup: Setup, i: int) -> Example:
     rng = setup.rng(i)
     key, value = draw("word" if name == "single_3" else "uuid", rng), draw("uuid", rng)
-    places = rng.random(1)
+    places, about = rng.random(1), {}
     if name == "single_3":
-        hay, glue = sentences(setup, rng), " "
+        hay, about["stretch"] = sentences(setup, rng)
+        glue = " "
     else:
         others = [(draw("uuid", rng), draw("uuid", rng)) for _ in range(setup.ctx // 8)]
         hay, glue = [needle("uuid", *pair) for pair in others], "\n"
@@ -107,7 +108,7 @@ def example(name: str, setup: Setup, i: int) -> Example:
 
     what = f"niah_{name}: question and answer alone"
     n = ruler.largest(setup, what, (1, len(hay)), prompt, MAX_TOKENS)
-    return Example(str(i), prompt(n), MAX_TOKENS, (value,))
+    return Example(str(i), prompt(n), MAX_TOKENS, (value,), about=about)
 
 
 def examples_of_many(setup: Setup) -> Iterator[Example]:
@@ -126,7 +127,8 @@ def examples_of_many(setup: Setup) -> Iterator[Example]:
             for x in xs
         ]
         rng.shuffle(needles)
-        places, hay = rng.random(len(needles)), sentences(setup, rng)
+        places = rng.random(len(needles))
+        hay, stretch = sentences(setup, rng)
         text_of = text_with(needles, places, hay, " ")
         asked = [[j] for j in range(len(keys))] + [list(range(QUERIES))]
         answers = [tuple(x for j in js for x in values[j]) for js in asked]
@@ -148,7 +150,11 @@ def examples_of_many(setup: Setup) -> Iterator[Example]:
                 prompt(n, ask, cue, text_of),
                 MAX_TOKENS,
                 xs,
-                about={"text": text, "asked": f"{len(xs)} {kinds[js[0]]}s of {len(js)} keys"},
+                about={
+                    "text": text,
+                    "asked": f"{len(xs)} {kinds[js[0]]}s of {len(js)} keys",
+                    "stretch": stretch,
+                },
             )
 
 

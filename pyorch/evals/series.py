@@ -19,7 +19,7 @@ from pyorch.attention.spec import BOUNDS
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
-from pyorch.evals import find, tasks
+from pyorch.evals import find, stats, tasks
 from pyorch.models import cards
 from pyorch.policies import Method, is_sparse, recorded
 
@@ -57,9 +57,12 @@ class Series:
 
     @property
     def texts(self) -> list[int] | None:
-        """The number of each example's text, where several examples ask about one."""
-        found = [a["text"] for a in self.about if "text" in a]
-        return found if len(found) == len(self.about) else None
+        """The number of each example's text, where several may ask about one."""
+        if all("stretch" in a for a in self.about):
+            return stats.overlapping([a["stretch"] for a in self.about])
+        if all("text" in a for a in self.about):
+            return [a["text"] for a in self.about]
+        return None
 
     @property
     def missing(self) -> int:

@@ -1,10 +1,11 @@
 """95 % intervals: Wilson for proportions, Student's t for everything else.
 
-Examples that ask about the same text are not independent. `groups` says which do, and then whole
-texts count: the standard error is what leaving out one text at a time gives (the jackknife, Tukey
-1958; for a plain mean it is the usual one), and Wilson's interval counts fewer examples (Kish's
-design effect). Both go by Student's t, since a few texts tell little about their own spread. Fewer
-than `FEWEST` tell too little: their interval is NaN, and tables say so.
+Examples that ask about the same text are not independent, nor are those about stretches of a book
+that overlap. `groups` says which do, and then whole texts count: the standard error is what leaving
+out one text at a time gives (the jackknife, Tukey 1958; for a plain mean it is the usual one), and
+Wilson's interval counts fewer examples (Kish's design effect). Both go by Student's t, since a few
+texts tell little about their own spread. Fewer than `FEWEST` tell too little: their interval is
+NaN, and tables say so.
 """
 
 from __future__ import annotations
@@ -102,6 +103,18 @@ def interval(
         return wilson(float(scores.sum()), n)
     counted = len(scores) / _design_effect(scores, groups)
     return wilson(float(scores.mean()) * counted, counted, quantile(n))
+
+
+def overlapping(stretches: Sequence[Sequence[int]]) -> list[int]:
+    """The group of each stretch (book, begin, end). Those that overlap, be it through others, are
+    in one group."""
+    groups, group, end = [0] * len(stretches), -1, (-1, 0)
+    for i in sorted(range(len(stretches)), key=lambda i: tuple(stretches[i])):
+        book, begin, stop = stretches[i]
+        if (book, begin) >= end:
+            group += 1
+        groups[i], end = group, max(end, (book, stop))
+    return groups
 
 
 def n_groups(scores: np.ndarray, groups: Sequence[int] | None) -> int:

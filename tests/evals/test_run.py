@@ -213,6 +213,14 @@ def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) ->
     assert all(steps == {0, 64} for steps in by_id.values())
 
 
+def test_stretches_of_a_short_text_are_one(run_eval: Run) -> None:
+    """Eight windows of 1,700 out of 11,000 tokens are not eight texts."""
+    args = ["repetition", "--ctx", 2048, "-n", 8, "-a", "off"]
+    (row,) = json.loads(run_eval(*args, "-o", "json").stdout)
+    assert row["n"] == 8 > 5 >= row["texts"] and row["score_low"] is None
+    assert "no interval below 6." in run_eval(*args).stdout
+
+
 def test_llama_cpp_s_other_attention_tells_what_rounding_does(
     run_eval: Run, tmp_path: Path
 ) -> None:

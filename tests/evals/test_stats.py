@@ -67,6 +67,27 @@ def test_the_bootstrap_of_a_few_texts_does_not() -> None:
         assert np.mean([low <= 5 <= high for low, high in found]) < most
 
 
+def test_stretches_that_overlap_count_once() -> None:
+    """400 books, and 100 stretches of each at random places, as `eval` takes them."""
+    rng = np.random.default_rng(0)
+    held: dict[str, list[bool]] = {"alone": [], "grouped": []}
+    for _ in range(400):
+        book = np.repeat(rng.normal(5, 1, 1000), 100)
+        stretches = [[0, int(a), int(a) + 2000] for a in rng.integers(0, len(book) - 2000, 100)]
+        scores = np.array([book[a:b].mean() for _, a, b in stretches])
+        for name, groups in (("alone", None), ("grouped", stats.overlapping(stretches))):
+            low, high = stats.mean(scores, groups)
+            held[name].append(low <= 5 <= high)
+    assert np.mean(held["alone"]) < 0.8 < 0.92 < np.mean(held["grouped"]) < 0.97
+
+
+def test_the_groups_of_stretches() -> None:
+    stretches = [[0, 50, 60], [0, 0, 10], [1, 5, 9], [0, 55, 70], [0, 10, 20], [0, 69, 71]]
+    assert stats.overlapping(stretches) == [2, 0, 3, 2, 1, 2]
+    nested = [[0, 0, 100], [0, 10, 20], [0, 30, 40]]
+    assert stats.overlapping(nested) == [0, 0, 0]
+
+
 @pytest.mark.parametrize("proportion", [True, False])
 def test_fewer_than_six_texts_have_no_interval(proportion: bool) -> None:
     """However many questions there are. One value had no width, so any gap got a star."""
