@@ -19,7 +19,7 @@ from bench.users import prompt_time, serving
 from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import attention_table, output, records
-from pyorch.evals import figures, series, stats, summary, table
+from pyorch.evals import figures, series, stats, table
 
 ROOT = Path(__file__).parents[1]
 EPYC = ROOT / "bench" / "results" / "amd-epyc-2-cores"
@@ -182,7 +182,7 @@ TABLES: dict[str, Callable[[], str]] = {
         )
         for name in ("eval", "eval-real", "eval-floor", "eval-prompts", "ablations")
     },
-    "eval-budgets": lambda: summary.markdown(series.read_folder(EPYC / "eval-budgets")),
+    "eval-budgets": lambda: table.summary(series.read_folder(EPYC / "eval-budgets")),
     **{
         name: lambda name=name, made=made: timed(name, made)
         for name, made in (
