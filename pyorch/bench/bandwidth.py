@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from pyorch import paths
+from pyorch import paths, system
 from pyorch.errors import SparqError
 from pyorch.models.memory import available_memory
 from pyorch.native import probe
@@ -66,7 +66,7 @@ class MemoryReader:
 
 def measured(n_threads: int) -> float:
     """The bytes per second that the threads can read from memory: the fastest of a few passes, kept
-    in the cache for machines of this CPU and so many cores.
+    in the cache for machines of this CPU and so many cores, unless other programs run meanwhile.
 
     Fewer threads read where the free memory has no room for the buffers of all, as in a small
     container on a large machine, where the system would end the program.
@@ -81,11 +81,12 @@ def measured(n_threads: int) -> float:
     kept = paths.cache() / "bench" / re.sub(r"[^a-z0-9]+", "-", name)
     with suppress(OSError, ValueError):
         return float(kept.read_text())
-    reader = MemoryReader(n)
+    is_busy, reader = system.is_busy(), MemoryReader(n)
     fastest = max(reader.read() for _ in range(_PASSES))
-    with suppress(OSError):  # it is measured again each time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(str(fastest))
+    if not is_busy:
+        with suppress(OSError):  # it is measured again each time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(str(fastest))
     return fastest
 
 

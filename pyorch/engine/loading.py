@@ -140,7 +140,7 @@ def load_model(
         devices = machines.devices(found, workers)
         ended = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         params.devices = ctypes.cast(ended, ctypes.c_void_p)
-        _check_shares(tensor_split, len(devices))
+        machines.check_split(tensor_split, len(devices))
     if tensor_split:
         params.tensor_split = (ctypes.c_float * lib.llama_max_devices())(*tensor_split)
     with found.call() as call:
@@ -158,18 +158,6 @@ def load_model(
     on_cpu = n_gpu_layers == 0 or not (workers or found.has_gpu)
     on_gpu = layers_on_gpu(geometry(file).n_layer, 0 if on_cpu or workers else n_gpu_layers)
     return Model(found, file, handle, on_cpu, kv_offload, on_gpu, placed)
-
-
-def _check_shares(tensor_split: Sequence[float], n_devices: int) -> None:
-    """Raises:
-    SparqError: it has not one part for each device.
-    """
-    if tensor_split and len(tensor_split) != n_devices:
-        raise SparqError(
-            f"--tensor-split has {len(tensor_split)} parts for {n_devices} devices of workers",
-            "give one part for each",
-            exit_code=2,
-        )
 
 
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:

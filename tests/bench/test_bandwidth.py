@@ -14,6 +14,7 @@ from pyorch.errors import SparqError
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and buffers that are made at once."""
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
+    monkeypatch.setattr(bandwidth.system, "is_busy", lambda: False)
     monkeypatch.setattr(bandwidth, "LEAST_BYTES", 1 << 20)
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(16 << 20))
 
@@ -27,6 +28,11 @@ def test_it_is_measured_once_for_so_many_threads(tmp_path: Path) -> None:
     assert bandwidth.measured(1) != 1e9
     kept.write_text("")  # of a full disk
     assert bandwidth.measured(2) > 1e8
+
+
+def test_a_busy_machine_keeps_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth.system, "is_busy", lambda: True)
+    assert bandwidth.measured(1) > 1e8 and not (tmp_path / "bench").exists()
 
 
 def test_it_is_known_without_a_cache(tmp_path: Path) -> None:
