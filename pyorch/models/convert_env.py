@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
@@ -135,7 +136,7 @@ def _run(argv: list[str], lock: int) -> None:
 
     The command holds the lock too: if this process is killed, others wait until it has ended.
     """
-    shown = {"stdout": sys.stderr} if sys.stderr.isatty() else {}
+    shown: dict[str, Any] = {"stdout": sys.stderr} if sys.stderr.isatty() else {}
     done = children.run(argv, **shown, **system.given(lock))
     if done.returncode:
         raise SparqError(
