@@ -453,11 +453,11 @@ def test_bench_takes_the_same_names(
 ) -> None:
     hub.files, plans = {"m.gguf": gguf}, []
 
-    def measure(plan: Any, *_: object, **__: object) -> None:
-        plans.append(plan)
+    def measure(_: object, options: Any) -> None:
+        plans.append(options)
         raise SparqError("enough")
 
-    monkeypatch.setattr("pyorch.bench.speed.run", measure)
+    monkeypatch.setattr("pyorch.cli.bench.measurement.run", measure)
     code, _, err = run("bench", "-m", f"hf:{REPO}")
     assert code == 1 and "is not downloaded" in err and not plans
     code, _, err = run("bench", "--yes", "-d", 64, "-m", f"hf:{REPO},{REPO}/m.gguf")
