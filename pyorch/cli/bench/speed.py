@@ -142,7 +142,7 @@ TEXT = click.option(
     metavar="FILE",
     help="A book, of which -d tokens are read in place of random K and V.",
 )
-RPC = takes(rpc=opt.WorkerOptions)
+RPC = takes(rpc=opt.RpcOptions)
 OUTPUT = click.option(
     "-o",
     "--output",
