@@ -207,13 +207,6 @@ def test_a_table_beside_records_is_made_from_them(name: str) -> None:
     assert (EPYC / f"{name}.md").read_text("utf-8") == TABLES[name]() + "\n"
 
 
-def test_the_marked_table_of_evaluations_is_made_from_records() -> None:
-    text = (ROOT / "docs" / "demo-model.md").read_text("utf-8")
-    marked = text.partition("<!-- eval -->")[2].partition("<!-- /eval -->")[0]
-    made = table.summary(series.read_folder(EPYC / "eval", ["repetition", "needle"]))
-    assert marked.split() == made.split()
-
-
 INTERVAL = re.compile(r"[-+]?\d+\.\d+ \([-+]?[\d.]+(?:-| to )[-+]?[\d.]+\)")
 
 

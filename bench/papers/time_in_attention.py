@@ -2,7 +2,7 @@
 
 It follows the paper: single-token times at several lengths S, a line y(S) = y(0) + slope*S through
 the samples of each S in its interquartile range, and z(S) = (y(S) - y(0)) / y(S). Beside it stands
-the share that the attention nodes themselves take; bench/answered.md names the script that timed
+the share that the attention nodes themselves take; docs/tried.md names the script that timed
 them. A second row of panels has the real model of figure `token_rate`, if there is one, with lines
 through its own lengths.
 """

@@ -98,10 +98,11 @@ def machine_name() -> str:
 
 @cache
 def machine() -> Machine:
-    from pyorch.native import carried_cuda, cuda, probe
+    from pyorch import native
+    from pyorch.native import cuda, probe
 
     gpu: _Gpu = {}
-    if cuda.present() or carried_cuda.usable()[0]:
+    if native.uses_cuda():
         first = cuda.devices()[0][0]
         gpu = {"gpu": first.name, "gpu_gib": round(first.memory / 2**30, 1)}
     return {

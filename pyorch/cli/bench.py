@@ -34,7 +34,7 @@ FLASH_ATTN = {
     **dict.fromkeys(("auto", "-1"), (False, True)),
 }
 SYNTHETIC = {"like", "layers", "quant"}  # options that a model replaces
-ROPE_AND_RPC = {f.name for of in (opt.RopeOptions, opt.WorkerOptions) for f in fields(of)}
+ROPE_AND_RPC = {f.name for of in (opt.RopeOptions, opt.RpcOptions) for f in fields(of)}
 # what attention by itself does not take
 NOT_ATTN_ONLY = {"models", "quant", "n_prompt", "n_gen", "flash_attn", "n_gpu_layers", "text"}
 NOT_ATTN_ONLY |= {"no_repack", "kv_offload", *ROPE_AND_RPC}
@@ -129,7 +129,7 @@ class Wanted:
     rope: opt.RopeOptions = field(default_factory=opt.RopeOptions)
     n_gpu_layers: int | None = opt.gpu_option()
     kv_offload: bool | None = opt.kv_option("in any case")
-    rpc: opt.WorkerOptions = field(default_factory=opt.WorkerOptions)
+    rpc: opt.RpcOptions = field(default_factory=opt.RpcOptions)
     no_repack: bool = opt.repack_option()
     text: str | None = option(
         "--text",

@@ -53,8 +53,7 @@ def _checkout(folder: Path, patch_dir: Path) -> None:
     """Make a git work tree of the first pin: the untouched source plus the series."""
     pin = source.pins(patch_dir)[0]
     where = source.locate(pin)
-    with paths.locked(paths.cache(), lambda who: _say(f"waiting for a build (process {who})")):
-        source.fetch(pin, where, _say)
+    source.fetch(pin, where)
     source.unpack(where, pin.folder, folder)
     _git(folder, "init", "--quiet", "--initial-branch=series")
     for key, value in (

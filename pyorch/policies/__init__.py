@@ -70,7 +70,7 @@ class _StockFa0(AttentionSpec):
 
 
 STOCK_FA0 = _StockFa0()
-# methods of records that are here no longer; see bench/answered.md
+# methods of records that are here no longer; see docs/tried.md
 FORMER = ("index",)
 
 
