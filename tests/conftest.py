@@ -67,8 +67,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def server_dir() -> Path:
-    """The same with llama-server, which takes minutes to compile: its tests are slow."""
-    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=("llama-server",)))
+    """The same with llama-server and llama-quantize, which take minutes to compile."""
+    tools = ("llama-quantize", "llama-server")
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=tools))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from pyorch.attention.spec import parse_spec
-from pyorch.cli.lengths import COMMON, kinds_text, token_bytes
 from pyorch.cli.loading import first_ratio
 from pyorch.cli.options import json_option
+from pyorch.cli.prediction import Prediction, kinds_text
 from pyorch.cli.terminal import confirm, note, print_freed, print_json, remove_files
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
@@ -89,8 +89,8 @@ def _expected(c: cards.Card, n_pos: int) -> str:
     """The share of K and V in what a dense token reads, and the speed-up to expect."""
     if c.n_latent or n_pos > c.n_ctx:
         return "dense" if c.n_latent else "-"
-    weights, dense, read = token_bytes(c.geometry, parse_spec(c.settings), n_pos)
-    return f"{100 * dense / (weights + dense):.0f} %, {(weights + dense) / (weights + read):.2f}x"
+    p = Prediction(c.geometry, parse_spec(c.settings), n_pos)
+    return f"{100 * p.share:.0f} %, {p.speedup:.2f}x"
 
 
 _COLUMNS: dict[str, Callable[[cards.Card], object]] = {
@@ -99,7 +99,7 @@ _COLUMNS: dict[str, Callable[[cards.Card], object]] = {
     "layers": lambda c: c.n_layer,
     "of these layers": lambda c: kinds_text(c.geometry),
     "ratio": lambda c: c.settings.removeprefix("sparq,ratio=") or "-",
-    **{f"{n:,}": partial(_expected, n_pos=n) for n in COMMON},
+    **{f"{n:,}": partial(_expected, n_pos=n) for n in (8192, 32768, 131072)},
 }
 
 

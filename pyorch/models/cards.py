@@ -137,8 +137,7 @@ class Card:
         n_kv = {"f": self.n_head_kv, "w": self.n_head_kv_window or self.n_head_kv}
         n_head_kv = tuple(n_kv.get(kind, 0) for kind in self.kinds)
         size = self.head_dim_window or self.head_dim
-        embedding = self.n_vocab * self.n_embd
-        n_read = self.n_read or self.n_params - (0 if self.tied else embedding)
+        n_read = self.n_read or self.n_params - (0 if self.tied else self.n_vocab * self.n_embd)
         return Geometry(
             arch=self.architecture,
             name=self.title,
@@ -155,7 +154,6 @@ class Card:
             weight_bytes_per_token=int(n_read * Q4_K_M_BITS / 8),
             windows=Windows(tuple(self.n_swa * (k == "w") for k in self.kinds)),
             head_dims_window=(size, size),
-            n_output=embedding,
             n_own_cache=self.n_own_cache,
             n_recurrent=self.kinds.count("r"),
         )
