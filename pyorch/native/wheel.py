@@ -205,8 +205,6 @@ def make(name: str, into: Path) -> Path:
         for file in files:
             if file.name != target.library("ggml-cpu"):
                 shutil.copy(file, built / "lib")
-        read = paths.PACKAGE / "bench" / "read.c"
-        zig.run(["cc", "-O3", "-s", "-shared", "-fPIC", str(read), "-o", str(built / "read.so")])
         pin = source.read_pin()
         where, licenses = source.locate(pin), built / "licenses"
         source.unpack(where, "llama_cpp", built / "python" / "llama_cpp")
