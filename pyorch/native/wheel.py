@@ -186,7 +186,7 @@ def make(name: str, into: Path) -> Path:
         ):
             say(f"{name}: {', '.join(targets)}")
             tree = root / part
-            build.prepare(tree, options, say)
+            build.prepare(tree, options)
             chain = zig.toolchain(tree, more)
             with progress_bar("compiling", off_terminal=say) as bar:
                 cmake.compile_tree(tree, options, targets, build.default_jobs(), chain, bar, lock)

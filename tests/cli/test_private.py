@@ -63,8 +63,7 @@ def test_nothing_is_kept_unasked(run: Run, tiny_chat: Path, text: Path) -> None:
     done = run("chat", "-m", tiny_chat, "-n", 1, "--no-keep", stdin=script)
     assert done.code == 0, done.err
     assert not paths.kept_texts().exists()
-    for said in (f"for you alone, in {paths.cache()}", "SPARQ_DOCUMENTS_LIMIT", "--no-keep"):
-        assert said in done.err
+    assert str(paths.cache()) in done.err
 
 
 def test_records_of_a_text(run: Run, tiny: Path, tmp_path: Path, text: Path) -> None:
@@ -84,7 +83,7 @@ def test_a_limit_that_is_none_keeps_nothing_by_mistake(
 ) -> None:
     monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", given)
     done = run("chat", "-m", tiny_chat, stdin="x\n")
-    assert done.code == 2 and f"SPARQ_DOCUMENTS_LIMIT {given!r} is not a size" in done.err
+    assert done.code == 2 and "SPARQ_DOCUMENTS_LIMIT" in done.err and repr(given) in done.err
 
 
 def test_states(tiny: Path, tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_texts_before_a_message_follow_each_other(
     assert len(document_file.known(paths.kept_texts())) == 1  # the first, as ever
     script = f"/read {text}\n" * 3
     done = run(*ask, stdin=script)
-    assert done.code == 1 and "story.txt with what comes before it has 5" in done.err
+    assert done.code == 1 and "hint:" in done.err
 
 
 def test_a_saved_conversation_goes_on_at_once(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
