@@ -35,6 +35,10 @@ if sys.platform == "win32":
         """The file name of a program."""
         return f"{name}.exe"
 
+    def is_busy() -> bool:
+        """Whether other programs make times long and uneven: nobody counts them here."""
+        return False
+
     def library(name: str) -> str:
         """The file name of a shared library of ggml."""
         return f"{name}.dll"
@@ -115,6 +119,10 @@ else:
     def program(name: str) -> str:
         """The file name of a program."""
         return name
+
+    def is_busy() -> bool:
+        """Whether other programs make times long and uneven, now or in the last minute."""
+        return os.getloadavg()[0] > (os.cpu_count() or 1) / 4
 
     def library(name: str) -> str:
         """The file name of a shared library of ggml, such as `libggml-cpu.so`."""

@@ -7,6 +7,8 @@ error of the plain f32 implementation in numpy, plus a few ulp of the scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 EPS32 = float(np.finfo(np.float32).eps)
@@ -54,6 +56,11 @@ class Errors:
             self.got = max(self.got, float(np.abs(got[finite] - want[finite]).max()) / scale)
             self.plain = max(self.plain, float(np.abs(plain[finite] - want[finite]).max()) / scale)
         self.count += finite.sum()
+
+    def compare(self, got: np.ndarray, scale: float, step: Callable, *args, **more) -> None:
+        """`got` against what a step of the oracle gives, at f64 and at f32."""
+        want, plain = (step(*args, dtype=dtype, **more) for dtype in (np.float64, np.float32))
+        self.add(got, want, plain, scale)
 
     def check(self) -> None:
         limit = self.factor * self.plain + self.floor * EPS32

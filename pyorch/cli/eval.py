@@ -361,9 +361,9 @@ def table_command(folder: str, names: tuple[str, ...], output: str) -> None:
 
     `-o summary` puts all tasks in one.
     """
-    from pyorch.evals import series, summary, table
+    from pyorch.evals import series, table
 
-    form = table.FORMATS.get(output, summary.markdown)
+    form = table.FORMATS[output]
     print(table.of_folder(Path(folder), lambda f: form(series.read_folder(f, names))))
 
 

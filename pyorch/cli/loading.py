@@ -170,7 +170,7 @@ def placement(load: LoadOptions) -> Placement:
     return {
         "n_gpu_layers": load.n_gpu_layers,
         "kv_offload": load.kv_offload,
-        "placed": note_in_memory(),
+        "placed": note_in_memory,
         "workers": workers,
         "tensor_split": load.rpc.tensor_split,
         "numa": load.numa or "",

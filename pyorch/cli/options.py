@@ -173,7 +173,7 @@ def kv_option(default: str = "of as many layers as fit, and a note says of how m
 
 
 @dataclass(frozen=True)
-class WorkerOptions:
+class RpcOptions:
     """The other machines that hold layers of the model."""
 
     workers: list[str] = several(
@@ -214,7 +214,7 @@ class LoadOptions:
     rope: RopeOptions = field(default_factory=RopeOptions)
     n_gpu_layers: int | None = gpu_option()
     kv_offload: bool | None = kv_option()
-    rpc: WorkerOptions = field(default_factory=WorkerOptions)
+    rpc: RpcOptions = field(default_factory=RpcOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     numa: str | None = numa_option()
     no_repack: bool = repack_option()

@@ -333,8 +333,7 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
     free = there - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
         return {}
-    known = gpu.apart(gpu.rates, served.settings.n_threads)
-    note(gpu.in_memory_text(cache, in_memory, known), "yellow")
+    note(gpu.in_memory_text(cache, in_memory), "yellow")
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
 
 

@@ -129,9 +129,7 @@ def load_model(
         devices = machines.devices(ours, workers)
         ended = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         params.devices = ctypes.cast(ended, ctypes.c_void_p)
-        if tensor_split and len(tensor_split) != len(devices):
-            parts = f"{len(tensor_split)} parts for {len(devices)} devices of workers"
-            raise SparqError(f"--tensor-split has {parts}", "give one part for each", 2)
+        machines.check_split(tensor_split, len(devices))
     if tensor_split:
         params.tensor_split = (ctypes.c_float * lib.llama_max_devices())(*tensor_split)
     with ours.call() as call:

@@ -11,7 +11,6 @@ import ctypes
 import ipaddress
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -22,30 +21,18 @@ from pyorch.errors import SparqError
 PORT = 50052  # llama.cpp's own
 _PROTOCOL = 7  # the major version, which must agree
 _HELLO, _DEVICE_COUNT, _DEVICE_MEMORY = 14, 15, 11
-_ALLOC_BUFFER, _BUFFER_BASE, _SET_TENSOR = 0, 3, 6
-_TENSOR_BYTES = 296  # of the description of a tensor (rpc_tensor)
 _CAPABILITIES = 24  # bytes of the greeting about transports other than TCP
 _ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker says of itself.
-
-    sparse_version is the byte that tells which sparse attention it runs, 0: none; memory has the
-    (free, total) bytes of each of its devices; round_trip_s is the time of a question.
-    """
+    """What a worker says of itself. sparse_version: the byte that tells which sparse attention it
+    runs, 0: none; free: the bytes of memory on all of its devices."""
 
     endpoint: str
-    protocol: str
     sparse_version: int
-    memory: tuple[tuple[int, int], ...]
-    round_trip_s: float
-
-    @property
-    def free(self) -> int:
-        """The bytes that are free on all of its devices."""
-        return sum(free for free, _ in self.memory)
+    free: int
 
 
 def parse_endpoint(text: str) -> str:
@@ -94,22 +81,16 @@ def ask(endpoint: str) -> Worker:
         with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as wire:
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = _question(wire, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
-            major, minor, patch, sparse_version = hello[:4]
-            protocol = f"{major}.{minor}.{patch}"
-            if major != _PROTOCOL:
+            if hello[0] != _PROTOCOL:
                 raise SparqError(
-                    f"the worker at {endpoint} speaks version {protocol}, and we {_PROTOCOL}",
+                    f"the worker at {endpoint} speaks version {hello[0]}, and we {_PROTOCOL}",
                     "take the same version of sparq-cpp on all machines",
                 )
-            times = []
-            for _ in range(5):
-                started = time.perf_counter()
-                (n_devices,) = struct.unpack("<I", _question(wire, _DEVICE_COUNT, b"", 4))
-                times.append(time.perf_counter() - started)
-            memory = [
-                struct.unpack("<QQ", _question(wire, _DEVICE_MEMORY, struct.pack("<I", i), 16))
-                for i in range(n_devices)
-            ]
+            (n_devices,) = struct.unpack("<I", _question(wire, _DEVICE_COUNT, b"", 4))
+            memory = (
+                _question(wire, _DEVICE_MEMORY, struct.pack("<I", i), 16) for i in range(n_devices)
+            )
+            free = sum(struct.unpack("<QQ", answer)[0] for answer in memory)
     except TimeoutError:
         raise SparqError(
             f"the worker at {endpoint} does not answer within {_ANSWER_S:.0f} s",
@@ -120,43 +101,7 @@ def ask(endpoint: str) -> Worker:
             f"no worker answers at {endpoint}: {getattr(e, 'strerror', None) or e}",
             f"start one there: sparq-cpp worker --host {host} --port {port}",
         ) from None
-    return Worker(endpoint, protocol, sparse_version, tuple(memory), sorted(times)[2])
-
-
-def measure_rate(endpoint: str, n_bytes: int = 4 << 20) -> float:
-    """The bytes per second that reach the worker at HOST:PORT, from one tensor of `n_bytes`.
-    The worker frees it when the connection ends.
-
-    Raises:
-        SparqError: it cannot be reached, or has no such memory.
-    """
-    host, _, port = endpoint.partition(":")
-    n = n_bytes // 4
-    try:
-        with socket.create_connection((host, int(port)), timeout=60) as wire:
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _question(wire, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
-            size = struct.pack("<IQ", 0, n_bytes)
-            buffer, _ = struct.unpack("<QQ", _question(wire, _ALLOC_BUFFER, size, 16))
-            (base,) = struct.unpack(
-                "<Q", _question(wire, _BUFFER_BASE, struct.pack("<Q", buffer), 8)
-            )
-            tensor = struct.pack("<QIQ4I4I", 1, 0, buffer, n, 1, 1, 1, 4, *[n_bytes] * 3)
-            at = _TENSOR_BYTES - 64 - 4 - 8  # where its data begins is before its name
-            tensor = tensor.ljust(at, b"\0") + struct.pack("<Q", base)
-            request = tensor.ljust(_TENSOR_BYTES, b"\0") + bytes(8 + n_bytes)
-            started = time.perf_counter()
-            _question(wire, _DEVICE_COUNT, b"", 4)
-            trip = time.perf_counter() - started
-            started = time.perf_counter()
-            wire.sendall(struct.pack("<BQ", _SET_TENSOR, len(request)) + request)
-            _question(wire, _DEVICE_COUNT, b"", 4)
-            took = max(time.perf_counter() - started - trip, 1e-9)
-    except (OSError, UnicodeError, struct.error) as e:
-        raise SparqError(
-            f"the worker at {endpoint} took no data: {getattr(e, 'strerror', None) or e}"
-        ) from None
-    return n_bytes / took
+    return Worker(endpoint, hello[3], free)
 
 
 def _question(wire: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:
@@ -219,6 +164,18 @@ def _listens(endpoint: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_split(tensor_split: Sequence[float], n: int) -> None:
+    """Raises:
+    SparqError: it has not one part for each device of the workers.
+    """
+    if tensor_split and len(tensor_split) != n:
+        raise SparqError(
+            f"--tensor-split has {len(tensor_split)} parts for {n} devices of workers",
+            "give one part for each",
+            exit_code=2,
+        )
 
 
 def devices(found: Library, endpoints: Sequence[str]) -> list[int]:

@@ -251,7 +251,6 @@ class Card:
             weight_bytes_per_token=int((self.params - self.idle_params) * Q4_K_M_BITS / 8),
             windows=Windows(tuple(self.n_swa * (k == "w") for k in self.kinds)),
             head_dims_window=(size, size),
-            n_output=self.n_vocab * self.n_embd,
             n_own_cache=self.n_own_cache,
             n_recurrent=self.kinds.count("r"),
         )

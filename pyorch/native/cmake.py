@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,8 @@ TOOLS = (
 
 # the parts of ggml that may be switched off because they do not work
 _PARTS = {"repack": "GGML_CPU_REPACK", "llamafile": "GGML_LLAMAFILE"}
+
+_OLDEST = {"cmake": (3, 21), "ninja": (1, 10)}
 
 SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
 
@@ -74,13 +75,26 @@ class Toolchain:
         return env
 
 
+def need_tools() -> probe.Compiler:
+    """The compiler of a build, for which cmake and ninja are here too. Takes milliseconds.
+
+    Raises:
+        SparqError: one of them is missing, or nothing can be built on this system.
+    """
+    probe.check_system()
+    compiler = probe.need_compiler()
+    for name in _OLDEST:
+        tool(name)
+    return compiler
+
+
 def toolchain(options: Options) -> Toolchain:
     """Find it by compiling tiny programs, which takes seconds.
 
     Raises:
-        SparqError: there is no compiler that works, or CUDA is asked for and cannot be used.
+        SparqError: a tool is missing, no compiler works, or CUDA is asked for and cannot be used.
     """
-    compiler = probe.need_compiler()
+    compiler = need_tools()
     found = probe.probe(compiler, native=not options.portable)
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
@@ -205,13 +219,20 @@ def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqEr
 
 
 def tool(name: str) -> str:
-    """The path of cmake or ninja: from the Python package of that name, else from PATH."""
+    """The path of cmake or ninja: from the Python package of that name, else from PATH.
+
+    Raises:
+        SparqError: it is missing or too old.
+    """
     folder = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}[name]  # where the package says it is
     try:
         packaged = shutil.which(name, path=getattr(importlib.import_module(name), folder, ""))
     except ImportError:
         packaged = None
     program = packaged or shutil.which(name)
-    if program is None:
-        raise SparqError(f"{name} is missing", f"{sys.executable} -m pip install {name}")
+    said = probe.run([program, "--version"]).stdout if program else ""
+    version = re.search(r"(\d+)\.(\d+)", said)
+    if program is None or version is None or tuple(map(int, version.groups())) < _OLDEST[name]:
+        oldest = ".".join(map(str, _OLDEST[name]))
+        raise SparqError(f"a build needs {name} {oldest} or newer", paths.install_command("build"))
     return program

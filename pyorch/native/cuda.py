@@ -113,10 +113,9 @@ def devices() -> tuple[tuple[Device, ...], str]:
     return tuple(Device(arch, name, int(memory)) for arch, name, memory in rows), ""
 
 
-def present() -> bool:
-    """Whether a build without options uses CUDA: there is a compiler and a device, and SPARQ_CUDA
-    is not 0."""
-    return os.environ.get("SPARQ_CUDA") != "0" and bool(find_nvcc()) and bool(devices()[0])
+def wanted() -> bool:
+    """Whether a library with CUDA is preferred: there is a device, and SPARQ_CUDA is not 0."""
+    return os.environ.get("SPARQ_CUDA") != "0" and bool(devices()[0])
 
 
 def archs(text: str | None) -> str:

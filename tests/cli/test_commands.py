@@ -30,16 +30,12 @@ from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine, paths, progress
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.cli.lengths import prompt_operations
 from pyorch.cli.summary import why_dense
 from pyorch.engine import library, loading
 from pyorch.engine.chat_template import ChatTemplate
 from pyorch.engine.sparse import AttentionInfo
 from pyorch.errors import SparqError
 from pyorch.models import cards, memory
-from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import read_gguf
-from pyorch.models.layers import Windows
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -281,8 +277,8 @@ def test_closed_streams(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("-ngl 3", "there are none\nhint: --rpc HOST:PORT"),
-        ("-ts 3,1", "there are none\nhint: --rpc HOST:PORT"),
+        ("-ngl 3", "hint: --rpc HOST:PORT"),
+        ("-ts 3,1", "hint: --rpc HOST:PORT"),
         ("-a sparq,k_layers=64:64:64", "k_layers has 3 entries for 2 layers"),
     ],
 )
@@ -295,7 +291,7 @@ def test_explain(run: Run, tiny: Path) -> None:
     args = ("explain", "-m", tiny, "-a", "sparq,ratio=1/8,mean_v=off", "--ctx", 4096)
     told = run(*args)
     assert told.code == 0 and told.err == ""
-    for piece in ("260 KiB of 2 MiB", "12.7 %", "GB/s, measured", "attention 7.88x", "cache 2 MiB"):
+    for piece in ("260 KiB of 2 MiB", "12.7 %", "attention 7.88x", "cache 2 MiB"):
         assert piece in told.out
     r = json.loads(run(*args, "--json").out)
     assert [(x["rank"], x["topk"], x["local"]) for x in r["layers"]] == [(16, 248, 62)] * 2
@@ -306,13 +302,6 @@ def test_explain(run: Run, tiny: Path) -> None:
     assert r["shadow_memory"] / r["kv_memory"] == 1 / 8 + 1 / 128
     whole = r["weight_bytes_per_token"]
     assert r["speedup_token"] == pytest.approx((whole + (2 << 20)) / (whole + (256 << 10) + ranges))
-
-
-def test_a_token_of_a_prompt_sees_itself_and_those_before_it(tiny: Path) -> None:
-    geo = replace(geometry(read_gguf(tiny)), windows=Windows((64, 0)), n_params=0)  # no weights
-    row = 2 * geo.n_head[0] * (geo.head_dim_k + geo.head_dim_v)
-    wanted = sum(row * min(i, window or i) for window in (64, 0) for i in range(1, 301))
-    assert prompt_operations(geo, 300) == pytest.approx(wanted, rel=0.01)
 
 
 def test_explain_says_which_lengths_fit(
@@ -326,16 +315,9 @@ def test_explain_says_which_lengths_fit(
     assert long["memory"] - short["memory"] == pytest.approx(
         (2**20 - 2**13) * per_position, rel=0.02
     )
-    assert long["token_s_dense"] > 2 * long["token_s"]
-    # a text that is eight times as long: weights eight times, attention 64 times
-    assert 8 < by[1048576]["read_s"] / by[131072]["read_s"] < 64.1
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(100 << 20))
-    said = run(*args).out
-    assert "100 MiB of memory free" in said
-    rows = [line for line in said.splitlines() if " about " in line]
-    assert [("does not fit" in line) for line in rows] == [False] * 4 + [
-        True
-    ] * 2  # from its own 4096 on
+    fits = [x["fits"] for x in json.loads(run(*args, "--json").out)["lengths"]]
+    assert fits == [True] * 4 + [False] * 2  # from its own 4096 on
 
 
 def test_explain_does_not_load_the_library(tiny: Path) -> None:

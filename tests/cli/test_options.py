@@ -158,7 +158,7 @@ def test_squad_may_take_as_many_paragraphs_as_fit() -> None:
 def test_a_way_that_others_can_read_is_refused_unless_it_is_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    near, far = opt.WorkerOptions(["192.168.0.9:1"]), opt.WorkerOptions(["8.8.8.8:50052"])
+    near, far = opt.RpcOptions(["192.168.0.9:1"]), opt.RpcOptions(["8.8.8.8:50052"])
     assert near.allowed() == ["192.168.0.9:1"]
     with pytest.raises(SparqError, match=r"8\.8\.8\.8") as refused:
         far.allowed()

@@ -27,7 +27,7 @@ from link import local_worker as worker
 from llama import from_child
 
 from pyorch import engine
-from pyorch.attention.shares import split_layers
+from pyorch.attention.placement import split_layers
 from pyorch.engine import document_file, machines
 from pyorch.errors import SparqError
 from pyorch.models import synth

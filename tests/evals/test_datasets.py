@@ -23,7 +23,7 @@ from pyorch.evals import data, qa, wikitext
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example
 from pyorch.evals.task import Setup
-from pyorch.models.transfer import repo_folder
+from pyorch.models.pull import Spec
 
 CTX = 4096
 
@@ -399,7 +399,7 @@ def test_a_data_set_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(SparqError, match="needs the package pyarrow"):
                 data.rows("squad", None)
     assert hub.fetched() == [name.rpartition("/")[2]]
-    (file,) = repo_folder(hub.repo, "dataset").rglob("snapshots/*/plain_text/*.parquet")
+    (file,) = Spec(hub.repo, kind="dataset").folder.rglob("snapshots/*/plain_text/*.parquet")
     assert file.read_bytes() == content
     with pytest.raises(SparqError, match="is not in the cache") as e:
         data.rows("triviaqa", None)

@@ -155,7 +155,7 @@ def test_architectures_are_those_of_the_pinned_source(tmp_path: Path) -> None:
     """The pinned llama.cpp has a name and a graph for each."""
     pin = source.read_pin()
     where = source.locate(pin)
-    source.fetch(pin, where, lambda _: None)
+    source.fetch(pin, where)
     source.unpack(where, f"{pin.folder}/src", tmp_path)
     names = dict(
         re.findall(r'\{ *(LLM_ARCH_\w+), *"([^"]+)"', (tmp_path / "llama-arch.cpp").read_text())
