@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from pyorch.cli import COMMANDS, _name_variables, bench, cli
+from pyorch.cli import COMMANDS, _name_variables, cli
 from pyorch.cli import eval as evaluate
 from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
@@ -201,7 +201,6 @@ def test_a_name_means_one_thing() -> None:
         SearchContext,
         SearchOptions,
         WholeContext,
-        bench.Wanted,
         evaluate.ExampleOptions,
         evaluate.MethodOptions,
     ],
