@@ -379,8 +379,8 @@ def _download(model: Model) -> Model:
                 )
             f = replace(f, path=Path(path), n_missing=0)
             # huggingface-hub leaves what a killed process has written, and never reads it again
-            for left in (spec.folder / "blobs").glob(f"{f.sha256}.*incomplete"):
-                left.unlink(missing_ok=True)
+            for part in (spec.folder / "blobs").glob(f"{f.sha256}.*incomplete"):
+                part.unlink(missing_ok=True)
         files.append(f)
     return replace(model, files=tuple(files))
 
