@@ -67,7 +67,9 @@ def command(wanted: WorkerOptions) -> None:
     argv = [str(folder / system.program(PROGRAM)), "--host", address, "--port", str(wanted.port)]
     argv += ["--threads", str(wanted.threads or usable_cores())]
     argv += ["--cache"] * wanted.cache
-    with Child(argv, os.environ | native.waiting(), lambda line: None, shows_log()) as child:
+    env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}
+    env |= native.waiting()
+    with Child(argv, env, lambda line: None, shows_log()) as child:
         everywhere = address == "0.0.0.0"  # which Windows connects nobody to
         endpoint = f"{'127.0.0.1' if everywhere else wanted.host}:{wanted.port}"
         if child.wait_ready(lambda: machines.answers(endpoint), "starting"):
