@@ -12,7 +12,7 @@ from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
 from pyorch.engine.library import Call, library
 from pyorch.engine.model import Model, Session, Watch
-from pyorch.engine.settings import SessionOptions, layers_away, settings_for
+from pyorch.engine.settings import SessionOptions, Settings, layers_away, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
@@ -48,6 +48,7 @@ def load(
     repack: bool = True,
     stock: bool = False,
     progress: Progress | None = None,
+    settings: Settings | None = None,
     **options: Unpack[SessionOptions],
 ) -> Session:
     """Load a model and make one session, which closes the model when it is closed.
@@ -57,6 +58,7 @@ def load(
         watch: as for `Model.session`.
         n_gpu_layers, kv_offload, placed, workers, tensor_split, numa, repack, stock, progress: as
             for `load_model`.
+        settings: what `settings_for` has made of the options, which are then left out.
         options: those of `SessionOptions`; errors in them are raised before the model is
             read.
 
@@ -65,7 +67,7 @@ def load(
     """
     options.setdefault("n_away", layers_away(workers, n_gpu_layers))
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
-    settings = settings_for(file, **options)
+    settings = settings or settings_for(file, **options)
     model = load_model(
         file,
         n_gpu_layers=n_gpu_layers,
