@@ -241,6 +241,12 @@ def turn_back(x: np.ndarray, n_rot: int) -> np.ndarray:
         return oracle.hadamard(x, n_rot).astype(np.float32)
 
 
+def visible_of(mask: np.ndarray) -> np.ndarray:
+    """How many positions of each group a mask (..., n_kv) shows."""
+    starts = np.arange(0, mask.shape[-1], GROUP)
+    return np.add.reduceat(~np.isneginf(mask), starts, axis=-1, dtype=np.int32)
+
+
 def sum_row(group):
     """Row of v_sum that holds the sum of the group (a number or an array)."""
     return group // SUM * (SUM + 1) + group % SUM
@@ -267,6 +273,19 @@ class Block:
     forced: list[int]
     topk: int
 
+    @property
+    def index(self) -> tuple[int, int, int]:
+        return self.stream, self.tok, self.head
+
+    @property
+    def size(self) -> float:
+        """The largest |v| that the token sees."""
+        return float(np.abs(self.v[oracle.visible_positions(self.bias)]).max(initial=0))
+
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """Its query heads in an array (n_stream, n_tok, n_head, ..)."""
+        return whole[self.stream, self.tok, self.head * len(self.q) :][: len(self.q)]
+
 
 @dataclass
 class Data:
@@ -290,9 +309,7 @@ class Data:
     @property
     def visible(self) -> np.ndarray:
         """(n_stream, 1, n_tok, n_grp), what VISIBLE gives."""
-        seen = ~np.isneginf(self.mask)
-        starts = np.arange(0, self.case.n_kv, GROUP)
-        return np.add.reduceat(seen.astype(np.int32), starts, axis=-1).astype(np.int32)
+        return visible_of(self.mask)
 
     @property
     def k_score(self) -> np.ndarray:

@@ -18,6 +18,12 @@ CHATML = (
 OF_FILE = ("keys", "part_tensors", "chat_template", "space_prefix", "word")
 
 
+def text_of(n: int, seed: int = 1) -> str:
+    """`n` letters, and so many tokens."""
+    letters = np.random.default_rng(seed).integers(97, 123, n)
+    return bytes(letters.astype(np.uint8)).decode()
+
+
 def write_tiny_gguf(path: Path, *, arch: str = "llama", n_ff: int = 64, **more: Any) -> Path:
     """Write the file and return its path. `more`: other sizes of Model, and what `save` takes."""
     of_file = {k: more.pop(k) for k in OF_FILE if k in more}

@@ -40,36 +40,36 @@ from pyorch.attention.bytes import split
 from pyorch.attention.spec import AttentionSpec, LayerK
 
 HEAD_DIM = 32
+# operations, each the method op_NAME, and how often they come, in proportion
+ACTIONS = {"decode": 36, "prefill": 13, "draft": 10, "rm": 11, "cp": 3, "keep": 1, "shift": 4}
+ACTIONS |= {"divide": 1, "clear": 0.7, "save": 3, "restore": 3, "restore_damaged": 2, "abort": 4}
+ACTIONS |= {"spec": 6, "threads": 0.7}
 
 
 def random_spec(rng: np.random.Generator, n_layer: int) -> AttentionSpec:
-    kind = rng.choice(["off", "dense", "sparq", "sparq_ratio", "topk", "topk_ratio", "all"], p=[
-        0.06, 0.08, 0.4, 0.16, 0.12, 0.08, 0.1])  # fmt: skip
-    both: dict[str, Any] = {
+    method = str(rng.choice(["off", "dense", "sparq", "topk"], p=[0.06, 0.08, 0.66, 0.2]))
+    if method in ("off", "dense"):
+        return AttentionSpec(method)
+    keys: dict[str, Any] = {
         "sinks": int(rng.choice([0, 1, 4])),
         "local": rng.choice([None, None, 0, 5]),
         "min_ctx": int(rng.choice([0, 0, 0, 256, 512])),
+        "budget": "ramp" if rng.random() < 0.2 else "uniform",
     }
-    sparq: dict[str, Any] = {"mean_v": str(rng.choice(["auto", "on", "off"]))}
-    both["budget"] = "ramp" if rng.random() < 0.2 else "uniform"
-    sparq["shadow"] = str(rng.choice(["f16", "q8", "q4"]))
-    sparq |= both
-    if kind in ("off", "dense"):
-        return AttentionSpec(str(kind))
-    if kind == "all":
-        return AttentionSpec("sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), topk=10**6, **sparq)
-    if kind == "sparq":
-        if rng.random() < 0.2:
-            sparq["k_layers"] = tuple(map(LayerK, rng.integers(16, 64, n_layer).tolist()))
-            sparq["budget"] = "uniform"  # a ramp beside k_layers is refused
-        else:
-            sparq["topk"] = int(rng.integers(16, 80))
-        return AttentionSpec("sparq", rank=int(rng.integers(1, HEAD_DIM + 1)), **sparq)
-    ratio = float(rng.choice([0.125, 0.25, 0.5]))
-    if kind == "topk":
-        return AttentionSpec("topk", topk=int(rng.integers(16, 80)), **both)
-    method, rest = ("sparq", sparq) if kind == "sparq_ratio" else ("topk", both)
-    return AttentionSpec(method, ratio=ratio, min_k=int(rng.integers(12, 40)), **rest)
+    how = rng.choice(["topk", "ratio", "all", "k_layers"], p=[0.5, 0.25, 0.13, 0.12])
+    if method == "sparq":
+        keys["mean_v"] = str(rng.choice(["auto", "on", "off"]))
+        keys["shadow"] = str(rng.choice(["f16", "q8", "q4"]))
+        if how != "ratio":
+            keys["rank"] = int(rng.integers(1, HEAD_DIM + 1))
+    if how == "ratio":
+        keys |= {"ratio": float(rng.choice([0.125, 0.25, 0.5])), "min_k": int(rng.integers(12, 40))}
+    elif how == "k_layers":  # beside which a ramp is refused
+        keys["k_layers"] = tuple(map(LayerK, rng.integers(16, 64, n_layer).tolist()))
+        keys["budget"] = "uniform"
+    else:
+        keys["topk"] = 10**6 if how == "all" else int(rng.integers(16, 80))
+    return AttentionSpec(method, **keys)
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class Fuzz:
         self.rng = rng = np.random.default_rng(seed)
         self.sabotage = sabotage
         self.trace: list[str] = []
-        self.counts: dict[str, int] = {}
+        self.counts = dict.fromkeys(ACTIONS, 0)
         self.damaged = False
         self.compared = self.sparse_calls = 0
 
@@ -207,41 +207,18 @@ class Fuzz:
     # ---- the loop ----
 
     def run(self, n_ops: int) -> None:
-        actions: list[tuple[float, Callable[[], None]]] = [
-            (22, self.op_decode),
-            (14, self.op_decode_many),
-            (10, self.op_prefill),
-            (3, self.op_prefill_many),
-            (10, self.op_draft),
-            (4, self.op_rm_tail),
-            (3, self.op_rm_middle),
-            (2, self.op_rm_head),
-            (2, self.op_rm_all),
-            (3, self.op_cp),
-            (1, self.op_keep),
-            (4, self.op_shift),
-            (1, self.op_divide),
-            (0.7, self.op_clear),
-            (3, self.op_save),
-            (3, self.op_restore),
-            (2, self.op_restore_damaged),
-            (4, self.op_abort),
-            (6, self.op_spec),
-            (0.7, self.op_threads),
-        ]
-        weights = np.array([w for w, _ in actions])
+        weights = np.array([*ACTIONS.values()])
         done = 0
         while done < n_ops:
             if self.sabotage and not self.damaged and done >= n_ops // 2:
                 self.damaged = self.damage()
                 for _ in range(20 if self.damaged else 0):
                     self.op_decode()
-            action = actions[self.rng.choice(len(actions), p=weights / weights.sum())][1]
+            name = str(self.rng.choice([*ACTIONS], p=weights / weights.sum()))
             # decoding comes in runs, so that graphs are reused
-            for _ in range(int(self.rng.integers(1, 8)) if action == self.op_decode else 1):
-                name = action.__name__[3:]
-                self.counts[name] = self.counts.get(name, 0) + 1
-                action()
+            for _ in range(int(self.rng.integers(1, 8)) if name == "decode" else 1):
+                self.counts[name] += 1
+                getattr(self, f"op_{name}")()
                 self.check_ranges()
                 done += 1
 
@@ -265,28 +242,21 @@ class Fuzz:
         return [(int(t), first + i, seq) for i, t in enumerate(self.rng.integers(3, 259, n))]
 
     def op_decode(self) -> None:
-        seq = self.pick()
-        self.decode(self.tokens(seq if seq is not None else 0, 1))
-
-    def op_decode_many(self) -> None:
+        """The next token of a sequence, or of several."""
         n = int(self.rng.integers(2, self.n_seq + 1))
         seqs = sorted(self.rng.choice(self.n_seq, n, replace=False).tolist())
+        if self.rng.random() < 0.6:
+            seqs = [self.pick() or 0]
         self.decode([t for s in seqs for t in self.tokens(s, 1)])
 
     def op_prefill(self) -> None:
-        n = int(self.rng.choice([2, 3, 17, 64, 65, 130, 300]))
-        self.decode(self.tokens(int(self.rng.integers(self.n_seq)), n))
-
-    def op_prefill_many(self) -> None:
-        """Several sequences in one batch, of different lengths; some of them reply."""
+        """A piece of a prompt; or several in one batch, of different lengths, some of one token."""
+        if self.rng.random() < 0.75:
+            n = int(self.rng.choice([2, 3, 17, 64, 65, 130, 300]))
+            return self.decode(self.tokens(int(self.rng.integers(self.n_seq)), n))
         most = np.where(self.rng.random(self.n_seq) < 0.5, 2, 60)
-        self.decode(
-            [
-                t
-                for s in range(self.n_seq)
-                for t in self.tokens(s, int(self.rng.integers(1, most[s])))
-            ]
-        )
+        n_each = self.rng.integers(1, most).tolist()
+        return self.decode([t for s, n in enumerate(n_each) for t in self.tokens(s, n)])
 
     def op_draft(self) -> None:
         """Drafts of some sequences are verified, beside a token of others; some are rejected."""
@@ -513,24 +483,19 @@ class Fuzz:
         cells = self.plain.cells(seq)
         return cells[0].position, cells[-1].position
 
-    def op_rm_tail(self) -> None:
-        if (seq := self.pick(2)) is not None:
-            p0, p1 = self.span(seq)
+    def op_rm(self) -> None:
+        """The end of a sequence, its beginning, a part between, or all of it."""
+        if (seq := self.pick(10)) is None:
+            return
+        p0, p1 = self.span(seq)
+        a, kind = int(self.rng.integers(p0, p1)), self.rng.random()
+        if kind < 0.37:
             self.rm(seq, int(self.rng.integers(max(p0 + 1, p1 - 80), p1 + 1)), -1)
-
-    def op_rm_middle(self) -> None:
-        if (seq := self.pick(10)) is not None:
-            p0, p1 = self.span(seq)
-            a = int(self.rng.integers(p0, p1))
+        elif kind < 0.55:
+            self.rm(seq, 0, a)
+        elif kind < 0.9:
             self.rm(seq, a, min(a + int(self.rng.integers(1, 100)), p1))
-
-    def op_rm_head(self) -> None:
-        if (seq := self.pick(10)) is not None:
-            p0, p1 = self.span(seq)
-            self.rm(seq, 0, int(self.rng.integers(p0, p1)))
-
-    def op_rm_all(self) -> None:
-        if (seq := self.pick()) is not None and self.rng.random() < 0.5:
+        else:
             self.rm(seq, -1, -1)
 
     def op_cp(self) -> None:
@@ -757,10 +722,7 @@ def main() -> int:
         except AssertionError as error:
             print("\n".join(fuzz.trace[-60:]), file=sys.stderr)
             print(log_text()[-1000:], file=sys.stderr)
-            print(
-                f"seed {args.seed}, operation {sum(fuzz.counts.values())}: {error}", file=sys.stderr
-            )
-            raise
+            raise AssertionError(f"operation {sum(fuzz.counts.values())}: {error}") from error
     report = {
         "shadow_bits": sorted(fuzz.watch.n_bits),
         "operations": fuzz.counts,

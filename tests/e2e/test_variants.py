@@ -11,11 +11,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, SpecError, Token, keep_log, log_text, python_environment
+from llama import (
+    Context,
+    Model,
+    SpecError,
+    Token,
+    from_child,
+    keep_log,
+    log_text,
+    python_environment,
+)
 from nodes import Watch
 from quick import pairwise
 
@@ -80,23 +90,17 @@ def spread(a: np.ndarray, b: np.ndarray) -> float:
 
 # ---- architectures ----
 
-# arch, sizes, layers that are sparse (of 4)
+# arch, sizes, layers that are sparse (of 4); tests/archs has all others
+ALL = [0, 1, 2, 3]
 ARCHITECTURES = [
-    ("llama", {}, [0, 1, 2, 3]),
-    ("llama", {"n_head_kv": 4}, [0, 1, 2, 3]),  # MHA: mean value on by itself
-    ("llama", {"n_head": 3, "n_head_kv": 1, "head_dim": 80}, [0, 1, 2, 3]),  # MQA, odd sizes
-    ("llama", {"n_head": 2, "n_head_kv": 1, "head_dim": 256}, [0, 1, 2, 3]),
-    ("qwen2", {}, [0, 1, 2, 3]),
-    ("qwen3", {}, [0, 1, 2, 3]),
-    ("gptneox", {"n_head_kv": 4}, [0, 1, 2, 3]),
-    ("mpt", {"n_head_kv": 4}, [0, 1, 2, 3]),
-    (
-        "mpt",
-        {"n_head": 6, "n_head_kv": 2},
-        [0, 1, 2, 3],
-    ),  # ALiBi, a number of heads that is no power of two
-    ("openelm", {}, [0, 1, 2, 3]),  # heads differ from layer to layer
-    ("deepseek2-unpacked", {}, [0, 1, 2, 3]),  # longer keys than values
+    ("llama", {}, ALL),
+    ("llama", {"n_head_kv": 4}, ALL),  # MHA
+    ("llama", {"n_head": 3, "n_head_kv": 1, "head_dim": 80}, ALL),  # MQA, odd sizes
+    ("llama", {"n_head": 2, "n_head_kv": 1, "head_dim": 256}, ALL),
+    ("mpt", {"n_head_kv": 4}, ALL),
+    ("mpt", {"n_head": 6, "n_head_kv": 2}, ALL),  # ALiBi, heads that are no power of two
+    ("openelm", {}, ALL),  # heads differ from layer to layer
+    ("deepseek2-unpacked", {}, ALL),  # longer keys than values
     ("gemma2", {}, [1, 3]),  # the others have a sliding window
     ("gpt-oss", {}, [1, 3]),
     ("lfm2", {}, [1, 3]),  # the others are convolutions
@@ -129,7 +133,11 @@ def test_architecture_matches_the_oracle(
         assert spread(logits, dense) > 0.05, (
             "sparse attention changed nothing: the test would not see a fault"
         )
-        assert [x["il"] for x in info["layers"] if x["state"] == "sparse"] == sparse
+        reasons = {x["il"]: x["reason"] for x in info["layers"]}
+        assert [il for il, why in reasons.items() if not why] == sparse
+        if arch in ("gemma2", "gpt-oss"):
+            assert {reasons[il] for il in (0, 2)} == {"sliding-window layer"}
+            assert info["counters"]["stock_reasons"].keys() <= {"prefill", "sliding-window layer"}
         assert info["active"] and info["layers_sparse"] == len(sparse)
         assert info["counters"]["calls_sparse"] == N_STEP * len(sparse)
         assert {a.layer for a in watch.attends} == set(sparse)
@@ -142,7 +150,7 @@ def test_architecture_matches_the_oracle(
 
 
 @pairwise(
-    kind=ARCHITECTURES[:4] + ARCHITECTURES[7:],
+    kind=ARCHITECTURES,
     how=list(NEAR),
     spec=["dense", "sparq,rank=4,topk=100000,min_ctx=0,mean_v=on"],
 )
@@ -155,18 +163,6 @@ def test_reading_everything_equals_llama_cpp(
         assert ctx.decode(prompt()) == 0
         want = steps(ctx)
     assert spread(run(model(arch, **sizes), f"{spec},prompt={how}"), want) < NEAR[how]
-
-
-def test_sliding_window_layers_say_why_they_are_dense(model: GetModel) -> None:
-    for arch in ("gemma2", "gpt-oss"):
-        with Context(model(arch)) as ctx:
-            ctx.set_sparse(SPARQ)
-            ctx.decode(prompt())
-            steps(ctx, 2)
-            info = ctx.info()
-        reasons = {x["il"]: x["reason"] for x in info["layers"]}
-        assert reasons == {0: "sliding-window layer", 1: "", 2: "sliding-window layer", 3: ""}
-        assert info["counters"]["stock_reasons"] == {"sliding-window layer": 2 * 2}
 
 
 @pytest.mark.parametrize("types", [{}, {"type_k": "q8_0", "type_v": "q8_0"}])
@@ -245,10 +241,8 @@ def test_latent_attention_is_exact_and_ours(model: GetModel, spec: str, type_k: 
 @pytest.mark.parametrize("unified", [True, False])
 def test_latent_replies_beside_a_prompt(model: GetModel, unified: bool) -> None:
     """Two replies and a piece of a prompt in one batch give what each gives alone."""
-    m, batches = model("deepseek2"), []
-    for seq, n in enumerate((330, 200)):
-        batches.append([(50, n, seq)])
-    batches.insert(1, prompt(40, 2))
+    m = model("deepseek2")
+    batches = [[(50, 330, 0)], prompt(40, 2), [(50, 200, 1)]]
     with Context(m, watch=Watch(), n_ctx=3072, n_seq=3, unified=unified) as ctx:
         ctx.set_sparse(SPARQ)
         ctx.decode(prompt(330, 0))
@@ -257,13 +251,11 @@ def test_latent_replies_beside_a_prompt(model: GetModel, unified: bool) -> None:
         for batch in batches:
             ctx.decode(batch)
             alone.append(ctx.logits())
-        for seq, n in ((0, 330), (1, 200), (2, 0)):
-            ctx.seq_rm(seq, n)
+        for batch in batches:
+            ctx.seq_rm(batch[0][2], batch[0][1])
         n_before = ctx.info()["counters"]["calls_dense_op"]
-        together = [token for batch in batches for token in batch]
-        ctx.decode(together, logits="all")
-        at = [0, 40, 41]
-        for i, want in zip(at, alone, strict=True):
+        ctx.decode([token for batch in batches for token in batch], logits="all")
+        for i, want in zip((0, 40, 41), alone, strict=True):
             assert spread(ctx.logits(i), want) < 0.02
         assert ctx.info()["counters"]["calls_dense_op"] == n_before + 4 * 2
 
@@ -297,33 +289,6 @@ def test_quantised_caches_are_sparse(
     assert all(spread(x, results[0]) < 0.1 for x in results[1:])  # stock quantises q as well
 
 
-@pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "lfm2"])
-def test_several_sequences(model: GetModel, arch: str, unified: bool) -> None:
-    """Sequences of different lengths, decoded together, give what each gives alone."""
-    m, lengths = model(arch), (330, 200, 77)
-    # in a unified cache blocks of few bits hold other sequences too, and round otherwise
-    spec = f"{SPARQ},prompt=f32" if unified else SPARQ
-    alone = []
-    for seq, n in enumerate(lengths):
-        with Context(m, watch=Watch()) as ctx:
-            ctx.set_sparse(spec)
-            ctx.decode([(t, p, 0) for t, p, _ in prompt(n, seq)])
-            ctx.decode([(50, n, 0)])
-            alone.append(ctx.logits())
-    watch = Watch()
-    with Context(m, watch=watch, n_ctx=3072, n_seq=3, unified=unified) as ctx:
-        ctx.set_sparse(spec)
-        for seq, n in enumerate(lengths):
-            ctx.decode(prompt(n, seq))
-        assert not watch.attends
-        ctx.decode([(50, n, seq) for seq, n in enumerate(lengths)], logits="all")
-        together = [ctx.logits(i) for i in range(3)]
-    assert watch.attends and all(a.is_sparse for a in watch.attends)
-    for a, b in zip(together, alone, strict=True):
-        assert spread(a, b) < 0.02
-
-
 def test_min_ctx_is_a_promise(model: GetModel) -> None:
     """No sparse call before the context is longer than min_ctx, and some soon after."""
     watch = Watch()
@@ -336,22 +301,6 @@ def test_min_ctx_is_a_promise(model: GetModel) -> None:
         watch.clear()
         steps(ctx, 5, first=560)
         assert all(a.is_sparse for a in watch.attends)
-
-
-def test_a_token_of_several_sequences(model: GetModel) -> None:
-    """A prompt that two sequences share is one set of cells; each then goes its own way."""
-    watch = Watch()
-    with Context(model(), watch=watch, n_seq=2) as ctx:
-        ctx.set_sparse(SPARQ)
-        ctx.decode(prompt())
-        ctx.seq_cp(0, 1)
-        for i in range(4):
-            assert (
-                ctx.decode([(60 + i, N_PROMPT + i, 0), (90 + i, N_PROMPT + i, 1)], logits="all")
-                == 0
-            )
-        assert watch.attends and all(a.is_sparse for a in watch.attends)
-        assert not np.array_equal(ctx.logits(0), ctx.logits(1))
 
 
 # ---- settings ----
@@ -375,33 +324,29 @@ def test_prefill_is_exact(model: GetModel, spec: str, how: str) -> None:
     assert counters["calls_prefill"] == 4 * N_PROMPT and counters["calls_stock"] == 0
 
 
-def test_flash_attention_off_is_refused_with_a_hint(model: GetModel) -> None:
-    with Context(model(), flash=False) as ctx:
-        for spec in ("dense", SPARQ, TOPK):
-            with pytest.raises(SpecError) as error:
-                ctx.set_sparse(spec)
-            message, hint = str(error.value).split("\n")
-            assert "flash attention" in message and "flash_attn=True" in hint
-        ctx.set_sparse("off")
-        assert ctx.decode(prompt(20)) == 0
-        assert not ctx.info()["active"]
-
-
-@pytest.mark.parametrize(("spec", "message", "hint"), [
-    ("sparq,rank=33", "rank is above the head size of the model: 33 > 32", "at most 32"),
-    ("topk,k_layers=8:8", "k_layers has 2 entries for 4 layers", "one for each layer"),
-    ("sparq,rnk=3", "unknown key: rnk", "write ratio, rank, topk"),
-])  # fmt: skip
-def test_refused_spec_changes_nothing(model: GetModel, spec: str, message: str, hint: str) -> None:
-    with Context(model(), watch=Watch()) as ctx:
-        ctx.set_sparse(SPARQ)
-        with pytest.raises(SpecError) as error:
+@pytest.mark.parametrize(
+    ("spec", "options", "fault"),
+    [
+        ("dense", {"flash": False}, "flash"),
+        (SPARQ, {"flash": False}, "flash"),
+        ("sparq,rank=33", {}, "rank"),
+        ("topk,k_layers=8:8", {}, "k_layers"),
+        ("sparq,rnk=3", {}, "rnk"),
+    ],
+)
+def test_what_is_refused_changes_nothing(
+    model: GetModel, spec: str, options: dict[str, bool], fault: str
+) -> None:
+    with Context(model(), watch=Watch(), **options) as ctx:
+        before = "off" if options else SPARQ
+        ctx.set_sparse(before)
+        with pytest.raises(SpecError, match=f"{fault}.*\n."):  # and a hint
             ctx.set_sparse(spec)
-        assert str(error.value).startswith(message) and hint in str(error.value).split("\n")[1]
-        assert ctx.info()["spec"] == SPARQ
         ctx.decode(prompt())
         steps(ctx, 2)
-        assert ctx.info()["counters"]["calls_sparse"] == 8
+        info = ctx.info()
+        assert info["active"] == (not options)
+        assert options or (info["spec"], info["counters"]["calls_sparse"]) == (SPARQ, 8)
 
 
 # ---- the environment variable ----
@@ -423,81 +368,44 @@ print(json.dumps({"logits": out, "info": json.loads(text.value)}))
 """
 
 
-def program(
-    model: Path, spec: str | None, options: dict | None = None
-) -> subprocess.CompletedProcess[str]:
+def program(model: Path, spec: str | None, **options: Any) -> subprocess.CompletedProcess[str]:
     """An ordinary program of llama-cpp-python, which knows nothing of us but the variable."""
-    argv: Sequence[str] = [sys.executable, "-c", PROGRAM, str(model), json.dumps(options or {})]
+    argv: Sequence[str] = [sys.executable, "-c", PROGRAM, str(model), json.dumps(options)]
     env = python_environment(**({} if spec is None else {"SPARQ_ATTN": spec}))
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.write(tmp_path_factory.mktemp("model") / "m.gguf", "llama", n_layer=3)
-
-
-def test_variable_makes_an_unmodified_program_sparse(file: Path) -> None:
-    plain, sparse = program(file, None), program(file, SPARQ)
-    assert plain.returncode == 0, plain.stderr
-    assert sparse.returncode == 0, sparse.stderr
-    assert "turning flash attention on" in sparse.stderr  # the class has it off by default
+def test_the_variable_makes_an_unmodified_program_sparse(tmp_path: Path) -> None:
+    """With off it is as if it were not set; a wrong one ends the program, also where it hides what
+    the library prints."""
+    file = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=3)
+    plain, sparse, off = (program(file, spec) for spec in (None, SPARQ, "off"))
+    for done in (plain, sparse, off):
+        assert done.returncode == 0, done.stderr
     a, b = json.loads(plain.stdout), json.loads(sparse.stdout)
-    assert not a["info"]["active"]
+    assert not a["info"]["active"] and a == json.loads(off.stdout)
     assert b["info"]["active"] and b["info"]["counters"]["calls_sparse"] == 8 * 3
     assert spread(np.array(b["logits"]), np.array(a["logits"])) > 0.05
-
-
-def test_variable_off_is_as_if_not_set(file: Path) -> None:
-    plain, off = program(file, None), program(file, "off")
-    assert off.returncode == 0, off.stderr
-    assert json.loads(plain.stdout) == json.loads(off.stdout)
-    assert "flash attention on" not in off.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({}, "unknown key: rnk"), ({"verbose": False}, "Failed to create llama_context")],
-)
-def test_wrong_variable_stops_the_program(file: Path, options: dict, said: str) -> None:
-    """verbose=False hides what the library prints, but it must not run dense."""
-    run = program(file, "sparq,rnk=8", options)
-    assert run.returncode != 0 and not run.stdout and said in run.stderr
-    assert options or ("SPARQ_ATTN" in run.stderr and "write ratio, rank, topk" in run.stderr)
-
-
-def test_wrong_variable_fails_context_creation(
-    model: GetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPARQ_ATTN", "sparq,rank=999")
-    m = model()
-    with pytest.raises(RuntimeError):
-        Context(m)
-    assert "SPARQ_ATTN: rank is above the head size" in log_text()
+    for options in ({}, {"verbose": False}):
+        wrong = program(file, "sparq,rnk=8", **options)
+        assert wrong.returncode != 0 and not wrong.stdout
+        assert options or ("SPARQ_ATTN" in wrong.stderr and "rnk" in wrong.stderr)
 
 
 @pytest.mark.parametrize("text", ["0, 3", "0,x", "-1", ",0", "0;3", "4294967296"])
 def test_kv_in_memory_is_a_list_of_layers(
     model: GetModel, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That a layer is not there is only said."""
     monkeypatch.setenv("SPARQ_KV_IN_MEMORY", text)
     with pytest.raises(RuntimeError):
         Context(model())
-    assert "SPARQ_KV_IN_MEMORY: not the number of a layer: '" in log_text()
-    assert "hint: write it as in 0,3,7" in log_text()
-
-
-def test_kv_in_memory_of_a_layer_that_is_not_there(
-    model: GetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPARQ_KV_IN_MEMORY", "0,4")
-    log = keep_log()
-    Context(model()).close()
-    assert "SPARQ_KV_IN_MEMORY: there is no layer 4; the last one is 3" in "".join(log)
-    monkeypatch.setenv("SPARQ_KV_IN_MEMORY", "0,3")
-    log = keep_log()
-    Context(model()).close()
-    assert "SPARQ_KV_IN_MEMORY" not in "".join(log)
+    assert "SPARQ_KV_IN_MEMORY" in log_text()
+    for text, said in (("0,4", True), ("0,3", False)):
+        monkeypatch.setenv("SPARQ_KV_IN_MEMORY", text)
+        log = keep_log()
+        Context(model()).close()
+        assert ("SPARQ_KV_IN_MEMORY" in "".join(log)) == said
 
 
 def test_numbers_do_not_follow_the_locale(tmp_path: Path) -> None:
@@ -506,25 +414,19 @@ def test_numbers_do_not_follow_the_locale(tmp_path: Path) -> None:
         pytest.skip("no localedef")
     made = ["localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "de_DE.UTF-8")]
     subprocess.run(made, check=True, capture_output=True)
-    run = subprocess.run(
-        [sys.executable, "-c", _LOCALE],
-        env=python_environment(LOCPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split() == ["0,5", "sparq,ratio=0.125,top_p=0.9", "ratio"]
+    found = from_child("-c", _LOCALE, LOCPATH=str(tmp_path))
+    assert found == ["0,5", "sparq,ratio=0.125,top_p=0.9", "ratio"]
 
 
 _LOCALE = """
-import ctypes, locale
+import ctypes, json, locale
 from llama import bindings
 parse, text = bindings()._lib.llama_sparse_attn_parse, ctypes.create_string_buffer(200)
 locale.setlocale(locale.LC_ALL, "de_DE.UTF-8")
-print(locale.str(0.5))
+found = [locale.str(0.5)]
 assert parse(b"sparq,ratio=0.125,top_p=0.9", text, 200) > 0
-print(text.value.decode())
+found.append(text.value.decode())
 assert parse(b"sparq,ratio=0,125", text, 200) < 0 and parse(b"sparq,top_p=0x1", text, 200) < 0
 assert parse(b"sparq,ratio=a", text, 200) < 0
-print(text.value.decode().split()[0])
+print(json.dumps([*found, text.value.decode().split()[0]]))
 """

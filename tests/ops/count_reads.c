@@ -1,4 +1,4 @@
-// Counts the bytes that every thread reads or writes, for tests/ops/partition.py. Code compiled with -fsanitize=thread calls these
+// Counts the bytes that every thread reads or writes, for tests/ops/test_partition.py. Code compiled with -fsanitize=thread calls these
 // functions at each access; here they are in place of that sanitizer.
 
 #include <stddef.h>

@@ -39,7 +39,7 @@ from pyorch.native.params import (
     SealParams,
     SelectParams,
 )
-from pyorch.native.slots import Sources
+from pyorch.native.slots import Sources, sources
 from pyorch.native.tensor import InitParams, Tensor
 
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
@@ -59,6 +59,8 @@ DTYPES = {
 }
 BLOCK_BYTES = {kind: row_bytes(32, kind) for kind in BLOCKS}
 NUMPY_TYPE = {BY_NAME[name].number: (name, dtype) for name, dtype in DTYPES.items()}
+KINDS = {"q": "f32", "k": "f16", "v": "f16", "mask": "f16", "k_t": "f16", "stats": "i64"}
+KINDS |= dict.fromkeys(("k_range", "v_sum", "logits", "sinks"), "f32")  # others are i32
 TensorPtr = POINTER(Tensor)
 
 
@@ -260,6 +262,17 @@ class Graph:
 
     def op(self, name: str, *args):
         return getattr(self.ggml.ops, name)(self.ctx, *args)
+
+    def node(self, step: str, params, **given):
+        """The op `sparse_attn_STEP` of sources by name: tensors, values of the type that such a
+        source has as a rule, or a tuple of arguments of `tensor`."""
+        tensors = {}
+        for name, source in given.items():
+            if isinstance(source, np.ndarray):
+                source = source, KINDS.get(name, "i32")
+            tensors[name] = self.tensor(*source) if isinstance(source, tuple) else source
+        name = step if step.endswith("attn") else f"sparse_attn_{step}"
+        return self.op(f"ggml_{name}", sources(**tensors), params)
 
     def compute(self, *outputs, n_threads: int = 2) -> None:
         base = self.ggml.base

@@ -17,8 +17,6 @@ from ggml_ctypes import (
     SelectParams,
 )
 
-from pyorch.native import slots
-
 PADDED = {  # extra elements per numpy axis, as views of larger tensors have them
     "q": (0, 0, 0, 8),
     "k": (0, 64, 2, 16),
@@ -59,10 +57,9 @@ class Sources:
     def __getattr__(self, name: str):
         return self.tensors[name]
 
-    def node(self, op: str, params, **given):
+    def node(self, step: str, params, **given):
         """Of these tensors, and of those that are given in place of them."""
-        named = {name: self.tensors.get(name) for name in slots.Sources.NAMES} | given
-        return self.graph.op(f"ggml_{op}", slots.sources(**named), params)
+        return self.graph.node(step, params, **self.tensors | given)
 
     def stats_read(self) -> dict[str, int]:
         return dict(
@@ -84,30 +81,30 @@ def select_params(s: Sources) -> SelectParams:
 
 def score(s: Sources, exact: bool = False):
     more = {"k_t": None} if exact else {}
-    return s.node("sparse_attn_score", score_params(s, exact), **more)
+    return s.node("score", score_params(s, exact), **more)
 
 
 def score_select(s: Sources):
     """SCORE and SELECT in one node."""
     params = ScoreSelectParams(score_params(s), select_params(s))
-    return s.node("sparse_attn_score_select", params)
+    return s.node("score_select", params)
 
 
 def select(s: Sources, logits):
-    return s.node("sparse_attn_select", select_params(s), logits=logits)
+    return s.node("select", select_params(s), logits=logits)
 
 
 def attend(s: Sources, sel):
     case = s.data.case
     mean_v = case.mean_v and sel is not None
     params = AttendParams(case.scale, case.max_bias, case.softcap, mean_v)
-    return s.node("sparse_attn_attend", params, sel=sel)
+    return s.node("attend", params, sel=sel)
 
 
 def prefill(s: Sources, fast: bool = False, keep: float = 0):
     case = s.data.case
     params = PrefillParams(case.scale, case.max_bias, case.softcap, fast, keep)
-    return s.node("sparse_attn_prefill", params)
+    return s.node("prefill", params)
 
 
 def whole(s: Sources, exact: bool = False):

@@ -49,7 +49,7 @@ SANITIZED = {
     "address-scalar": ("", ["-DSPARQ_SCALAR", "-DSPARQ_SCALAR_FAST", *_PARTS, *_UB], ""),
     "thread": ("", ["-march=native", *_PARTS, "-fsanitize=thread"], ""),
 }
-# the thread sanitizer's calls at each access, to functions that count: see partition.py
+# the thread sanitizer's calls at each access, to functions that count: see test_partition.py
 COUNTED = {"count": ("", ["-DSPARQ_SCALAR", "-fsanitize=thread"], "")}
 
 

@@ -14,10 +14,11 @@ from ggml_ctypes import Ggml
 from graphs import Selection, Sources, dense_run, sparse_run
 from tolerances import EPS32, Errors
 
-from pyorch.native.slots import sources
-
+TIED = (12, 29)  # seeds of cases that have ties or near-ties at every cut
 CASES = [
-    c if c.size <= 600_000 else pytest.param(c, marks=pytest.mark.slow) for c in cases.quick_cases()
+    c if c.size <= 600_000 else pytest.param(c, marks=pytest.mark.slow)
+    for c in cases.quick_cases()
+    if c.seed not in TIED
 ]
 
 SHAPES = [
@@ -27,9 +28,11 @@ SHAPES = [
     Case(n_kv=9000, heads=(2, 2), d=64, type_k="f32", extra="softcap", mask="alibi"),
     Case(n_kv=11000, heads=(8, 8), d=16, topk="n"),  # units of more than 128 cells
 ]
+over_shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
+either_method = pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
+@either_method
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
     """End to end. Left out: blocks where rounding may flip a key (test_steps.py covers them)."""
@@ -37,42 +40,17 @@ def test_attn_equals_oracle(case: Case, exact: bool, ggml: Ggml) -> None:
     got = sparse_run(ggml, data, exact=exact)
     one_launch = case.mean_v and not exact and ggml.fast_exp
     errors = Errors("attend_one_launch" if one_launch else "attend")
-    flips = total = 0
+    rank = None if exact else case.rank_value
     for b in data.blocks():
-        total += 1
-        rank = None if exact else case.rank_value
         scored = (b.q, b.k) if exact else (b.q_score, b.k_score)
         if _may_flip(b, scored, rank, case, data.topk_max):
-            flips += 1
             continue
-        y = [
-            oracle.sparse(
-                b.q,
-                b.k,
-                b.v,
-                b.bias,
-                case.scale,
-                b.topk,
-                rank,
-                b.forced,
-                (),
-                case.softcap,
-                b.sinks,
-                case.mean_v,
-                data.topk_max,
-                *scored,
-                dtype,
-                case.top_p,
-            )
-            for dtype in (np.float64, np.float32)
-        ]
-        rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
-        seen = oracle.visible_positions(b.bias)
-        errors.add(got[b.stream, b.tok, rows], *y, scale=float(np.abs(b.v[seen]).max(initial=0)))
+        args = (b.q, b.k, b.v, b.bias, case.scale, b.topk, rank, b.forced, (), case.softcap)
+        more = {"sinks": b.sinks, "mean_v": case.mean_v, "k_max": data.topk_max}
+        more |= {"top_p": case.top_p, "q_score": scored[0], "k_score": scored[1]}
+        errors.compare(b.of(got), b.size, oracle.sparse, *args, **more)
     errors.check()
-    assert np.isfinite(got).all()
-    if flips == total:
-        pytest.skip("ties or near-ties at every cut of this case")
+    assert errors.count and np.isfinite(got).all()
 
 
 def _may_flip(b: cases.Block, scored, rank, case: Case, topk_max: int) -> bool:
@@ -103,7 +81,7 @@ def clean(data: cases.Data) -> cases.Data:
     return replace(data, k=zero(data.k), v=zero(data.v), k_t=zero(data.k_t), v_sum=zero(data.v_sum))
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@over_shapes
 @pytest.mark.parametrize("sealed", ["all", "mixed", "none"])
 def test_attn_hidden_positions_never_leak(case: Case, sealed: str, ggml: Ggml) -> None:
     """NaN, inf and 1e9 at hidden positions change no bit of the result."""
@@ -117,7 +95,7 @@ def test_attn_hidden_positions_never_leak(case: Case, sealed: str, ggml: Ggml) -
     assert np.array_equal(dense_run(ggml, data), dense_run(ggml, clean(data)))
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@over_shapes
 def test_attn_threads_are_bit_identical(case: Case, ggml: Ggml) -> None:
     data = cases.make(case)
     for run in (sparse_run, dense_run, lambda *a, **kw: sparse_run(*a, exact=True, **kw)):
@@ -126,8 +104,8 @@ def test_attn_threads_are_bit_identical(case: Case, ggml: Ggml) -> None:
             assert np.array_equal(one, run(ggml, data, n_threads=n_threads)), f"{n_threads} threads"
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["sparq", "topk"])
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@either_method
+@over_shapes
 def test_attn_room_for_more_changes_no_bit(case: Case, exact: bool, ggml: Ggml) -> None:
     """Beside a token that selects many positions, one that selects few gets what it gets alone."""
     data = cases.make(replace(case, topk="64"))
@@ -136,7 +114,7 @@ def test_attn_room_for_more_changes_no_bit(case: Case, exact: bool, ggml: Ggml) 
         assert np.array_equal(sparse_run(ggml, replace(data, topk_max=n), exact=exact), alone), n
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
+@over_shapes
 def test_attn_everything_selected_equals_dense(case: Case, ggml: Ggml) -> None:
     """rank = d and topk >= n_kv: nothing is approximated. With the mean value too: alpha is 1."""
     data = cases.make(replace(case, rank="d", topk="n+5"))
@@ -168,49 +146,6 @@ def test_attn_sinks_mean_v(ggml: Ggml) -> None:
         assert np.abs(y - want[:, None]).max() <= 32 * EPS32 * 2
         shares.append((*alpha, *valued))
     assert (np.min(shares, axis=0) < 0.995).all(), "nothing was left out, or no sink has mass"
-
-
-@pytest.mark.parametrize("n_more", [1, 64, 5000])
-def test_attn_appending_hidden_positions_changes_nothing(n_more: int, ggml: Ggml) -> None:
-    """A larger view of the cache with the same visible positions: the same result."""
-    case = Case(
-        n_kv=960, heads=(8, 2), topk="64", local=32, mask="open", sealed="all", extra="mean_v"
-    )
-    data = cases.make(case)
-    rng = np.random.default_rng(0)
-    n_grp = -(-(case.n_kv + n_more) // GROUP)
-
-    def grow(x: np.ndarray, axis: int, n: int, fill: float | None = None) -> np.ndarray:
-        shape = [*x.shape]
-        shape[axis] = n
-        more = cases.poison(tuple(shape), rng) if fill is None else np.full(shape, fill)
-        return np.concatenate([x, more], axis=axis).astype(x.dtype)
-
-    more_groups = n_grp - case.n_kv // GROUP
-    bigger = replace(
-        data,
-        case=replace(case, n_kv=case.n_kv + n_more),
-        k=grow(data.k, 1, n_more),
-        v=grow(data.v, 1, n_more),
-        mask=grow(data.mask, 3, n_more, -np.inf),
-        sealed=grow(data.sealed, 1, more_groups, 1),
-        k_t=grow(data.k_t, 2, more_groups * GROUP),
-        v_sum=grow(data.v_sum, 1, -(-n_grp // SUM) * (SUM + 1) - data.v_sum.shape[1]),
-    )
-    for run in (sparse_run, dense_run):
-        a, b = run(ggml, data), run(ggml, bigger)
-        assert np.abs(a - b).max() <= 8 * EPS32 * np.abs(data.v).max()
-
-
-def test_attn_permuted_cells_same_result(ggml: Ggml) -> None:
-    """Cells are not in the order of positions: any order of the cells gives the same attention."""
-    case = Case(n_kv=1000, heads=(8, 2), topk="64", local=0, mask="open", sealed="none")
-    data = cases.make(case)
-    data.forced[:] = -1
-    order = np.random.default_rng(1).permutation(case.n_kv)
-    other = replace(data, k=data.k[:, order], v=data.v[:, order], mask=data.mask[..., order])
-    a, b = sparse_run(ggml, data), sparse_run(ggml, other)
-    assert np.abs(a - b).max() <= 8 * EPS32 * np.abs(data.v).max()
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "f32"])
@@ -258,7 +193,7 @@ def test_score_uses_model_scale(ggml: Ggml) -> None:
         with ggml.graph() as g:
             s = Sources(data, g)
             params = graphs.ScoreParams(16, scale, 0.0, 0.0, 16)
-            node = s.node("sparse_attn_score", params)
+            node = s.node("score", params)
             g.compute(node)
             out.append(g.read(node))
     assert np.array_equal(out[0] * np.float32(0.25), out[1])
@@ -324,27 +259,6 @@ def test_attend_mean_of_partly_hidden_group_reads_rows(ggml: Ggml) -> None:
     assert np.abs(mean - want).max() <= 32 * EPS32 * 5
 
 
-@pytest.mark.parametrize("case", cases.QUANTISED, ids=str)
-def test_attend_reads_blocks(case: Case, ggml: Ggml) -> None:
-    """K and V in blocks of codes: dense, and over a selection, without SCORE in front."""
-    data = cases.make(case)
-    cells = np.sort(np.random.default_rng(case.seed).permutation(case.n_kv)[: case.n_kv // 3])
-    for selected in (None, cells):
-        got = dense_run(ggml, data) if selected is None else run_attend(ggml, data, cells, 0.75)
-        errors = Errors("attend")
-        for b in data.blocks():
-            y = []
-            for dtype in (np.float64, np.float32):
-                seen = oracle.visible_positions(b.bias)
-                read = None if selected is None else np.intersect1d(cells, seen)
-                args = (b.q, b.k, b.v, b.bias, case.scale, case.softcap, read, b.sinks, dtype)
-                rest = np.full(len(b.q), 0.75) if case.mean_v and selected is not None else None
-                y.append(oracle.attend(*args, rest=rest))
-            rows = slice(b.head * len(b.q), (b.head + 1) * len(b.q))
-            errors.add(got[b.stream, b.tok, rows], *y, float(np.abs(b.v[seen]).max(initial=0)))
-        errors.check()
-
-
 @pytest.mark.parametrize("damage", ["nothing", "hidden", "unsealed", "end"])
 def test_attend_mean_reads_totals_where_they_hold(damage: str, ggml: Ggml) -> None:
     """The total of 16 groups counts only when each of them is sealed and fully visible."""
@@ -365,56 +279,6 @@ def test_attend_mean_reads_totals_where_they_hold(damage: str, ggml: Ggml) -> No
     if damage == "nothing":
         total[:] = 0
         assert not np.allclose(run_attend(ggml, data, np.array([3]), MOST), want, atol=1e-3)
-
-
-def test_attend_empty_selection_gives_zeros(ggml: Ggml) -> None:
-    data = cases.make(Case(n_kv=100, extra="sinks", batch=(2, 2), mask="open"))
-    assert (run_attend(ggml, data, np.array([], np.int64), NONE) == 0).all()
-
-
-def test_attend_one_position_returns_its_value(ggml: Ggml) -> None:
-    data = cases.make(Case(n_kv=300, heads=(8, 2), d=80, type_k="bf16", mask="open"))
-    got = run_attend(ggml, data, np.array([131]), NONE)
-    assert np.array_equal(got, data.v[:, 131].repeat(4, axis=1)[:, None])
-
-
-@pytest.mark.slow
-def test_attn_beyond_2_gib(ggml: Ggml) -> None:
-    """K, V and k_t of 2.4 GB each: offsets do not fit 32 bits. Only the last cells are visible."""
-    n_grp, n_head, d, n_seen = 18_750, 8, 128, 100
-    n_kv = n_grp * GROUP
-    case = Case(n_kv=n_seen, d=d, heads=(n_head, n_head), mask="open", sealed="none")
-    small = cases.make(case)
-    with ggml.graph() as g:
-        k, k_values = g.lazy((1, n_kv, n_head, d), "f16")
-        v, v_values = g.lazy((1, n_kv, n_head, d), "f16")
-        k_t, k_t_values = g.lazy((1, n_head * d, n_kv), "f16")
-        k_values[:, -n_seen:], v_values[:, -n_seen:] = small.k, small.v
-        k_t_values[0, :, -n_seen:] = small.k.reshape(n_seen, -1).T
-        mask = np.full((1, 1, 1, n_kv), -np.inf, np.float32)
-        mask[..., -n_seen:] = 0
-        visible = np.zeros((1, 1, 1, n_grp), np.int32)
-        visible[..., -2:] = n_seen - GROUP, GROUP
-        q, mask, visible = g.tensor(small.q, "f32"), g.tensor(mask, "f16"), g.tensor(visible, "i32")
-        logits = []
-        for sealed in (0, 1):
-            flags = g.tensor(np.full((1, n_grp), sealed), "i32")
-            src = sources(q=q, k=k, k_t=k_t, sealed=flags, mask=mask, visible=visible)
-            params = graphs.ScoreParams(16, case.scale, 0, 0, 16)
-            logits.append(g.op("ggml_sparse_attn_score", src, params))
-        src = sources(q=q, k=k, v=v, mask=mask, visible=visible)
-        params = graphs.AttendParams(case.scale, 0, 0, 0)
-        dense = g.op("ggml_sparse_attn_attend", src, params)
-        g.compute(*logits, dense)
-        got = [g.read(x)[0, 0, :, -n_seen:] for x in logits]
-        got_dense = g.read(dense).reshape(n_head, d)
-    for b in small.blocks():
-        kept = oracle.select_components(b.q, 16)
-        want = oracle.logits_of(b.q, b.k, b.bias, case.scale, 0, kept)
-        for x in got:
-            assert np.allclose(x[b.head], want[0], rtol=0, atol=1e-5)
-        want = oracle.dense(b.q, b.k, b.v, b.bias, case.scale)
-        assert np.allclose(got_dense[b.head], want[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("extra", ["softcap", "sinks"])

@@ -31,16 +31,16 @@ data = cases.make(cases.Case(n_kv=130, heads=(8, 2), extra="mean_v"))
 with ggml.graph() as g:
     s = Sources(data, g)
     def score(rank=16, **changed):
-        return s.node("sparse_attn_score", ScoreParams(rank, 1, 0, 0, 16), **changed)
+        return s.node("score", ScoreParams(rank, 1, 0, 0, 16), **changed)
     def select(*sizes):
-        return s.node("sparse_attn_select", SelectParams(*sizes), logits=score())
+        return s.node("select", SelectParams(*sizes), logits=score())
     def attend(mean_v=0, **changed):
-        return s.node("sparse_attn_attend", AttendParams(1, 0, 0, mean_v), **changed)
+        return s.node("attend", AttendParams(1, 0, 0, mean_v), **changed)
     def prefill(**changed):
-        return s.node("sparse_attn_prefill", PrefillParams(1, 0, 0, 0), **changed)
+        return s.node("prefill", PrefillParams(1, 0, 0, 0), **changed)
     def seal(**changed):
         groups = g.tensor(np.zeros((1, 1)), "i32")
-        return s.node("sparse_attn_seal", SealParams(16), list=groups, **changed)
+        return s.node("seal", SealParams(16), list=groups, **changed)
     print("before", flush=True)
     {line}
     print("after", flush=True)

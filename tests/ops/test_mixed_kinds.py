@@ -127,7 +127,7 @@ def test_each_token_has_its_own_rank(case: Case, ggml: Ggml) -> None:
             p = ScoreParams(rank, case.scale, case.max_bias, case.softcap, 16, case.n_rot, i_rank)
             sizes = (data.topk_max, case.heads[1], data.n_local_max, case.mean_v, case.top_p)
             select = SelectParams(*sizes, i_forced=data.kl.shape[3])
-            node = s.node("sparse_attn_score_select", ScoreSelectParams(p, select))
+            node = s.node("score_select", ScoreSelectParams(p, select))
             g.compute(node, n_threads=n_threads)
             return g.read(node).copy(), s.stats_read()["bytes_score"]
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import oracle
 import pytest
-from cases import to_type
+from cases import to_type, visible_of
 from ggml_ctypes import STATS, Ggml, ScoreParams, ScoreSelectParams, SealParams, SelectParams
-
-from pyorch.native.slots import sources
 
 GROUP, RUN = 64, 512
 BITS = [8, 4]
@@ -65,60 +63,49 @@ def seal(
     k: np.ndarray,
     sealed: np.ndarray,
     groups: np.ndarray,
-    type_k: str,
+    type_k: str = "f16",
     n_threads: int = 2,
 ) -> Shadow:
     """k (n_stream, n_kv, n_head_kv, d); sealed (n_stream, n_grp), groups (n_stream, n_list)."""
     with ggml.graph() as g:
         k_t = g.tensor(shadow.codes, "i8", inplace=True)
-        k_range = g.tensor(shadow.ranges, "f32", inplace=True)
-        out = g.op(
-            "ggml_sparse_attn_seal",
-            sources(
-                k_t=k_t,
-                k=g.tensor(k, type_k, (0, 64, 2, 0)),
-                list=g.tensor(groups, "i32"),
-                k_range=k_range,
-                sealed=g.tensor(sealed, "i32"),
-            ),
-            SealParams(shadow.n_bit),
-        )
-        g.compute(out, n_threads=n_threads)
-        return Shadow(shadow.n_bit, g.read(k_t)[0], g.read(k_range))
+        ranges = g.tensor(shadow.ranges, "f32", inplace=True)
+        k = (k, type_k, (0, 64, 2, 0))
+        given = {"k_t": k_t, "k": k, "list": groups, "k_range": ranges, "sealed": sealed}
+        g.compute(g.node("seal", SealParams(shadow.n_bit), **given), n_threads=n_threads)
+        return Shadow(shadow.n_bit, g.read(k_t)[0], g.read(ranges))
 
 
-def score(
-    ggml: Ggml,
-    shadow: Shadow,
-    q: np.ndarray,
-    k: np.ndarray,
-    sealed: np.ndarray,
-    mask: np.ndarray,
-    rank: int,
-    n_threads: int = 2,
-    order: tuple[int, ...] = BY_CHANNEL,
-) -> np.ndarray:
-    """q (n_stream, n_tok, n_head, d) -> logits (n_stream, n_tok, n_head, n_kv).
+def shadow_of(
+    ggml: Ggml, n_bit: int, k: np.ndarray, share: np.ndarray | float = 1
+) -> tuple[Shadow, np.ndarray]:
+    """The shadow of k, and which of its groups are sealed: those of a mask, or a share of them."""
+    n_kv, n_chan = k.shape[1], k.shape[2] * k.shape[3]
+    sealed = np.random.default_rng(n_kv).random(n_kv // GROUP) < share
+    sealed = np.broadcast_to(share if isinstance(share, np.ndarray) else sealed, (1, n_kv // GROUP))
+    groups = np.where(sealed, np.arange(n_kv // GROUP), -1)
+    empty = Shadow.empty(n_bit, 1, n_chan, n_kv)
+    return seal(ggml, empty, k, sealed, groups), sealed.astype(np.int32)
 
-    order: of the ranges in memory; (): as their shape says.
-    """
+
+def given_of(shadow: Shadow, q, k, sealed, mask, order: tuple[int, ...] = BY_CHANNEL) -> dict:
+    """Sources of SCORE. order: of the ranges in memory; (): as their shape says."""
+    ranges = (shadow.ranges, "f32", (), False, order)
+    given = {"q": q, "k": k, "k_t": (shadow.codes, "i8"), "k_range": ranges}
+    return given | {"sealed": sealed, "mask": mask, "visible": visible_of(mask)}
+
+
+def score(ggml: Ggml, shadow: Shadow, *given, rank: int, n_threads=2, **more) -> np.ndarray:
+    """Logits (n_stream, n_tok, n_head, n_kv) of the sources of `given_of`."""
     with ggml.graph() as g:
-        m = g.tensor(mask, "f16")
-        out = g.op(
-            "ggml_sparse_attn_score",
-            sources(
-                q=g.tensor(q, "f32"),
-                k=g.tensor(k, "f16"),
-                k_t=g.tensor(shadow.codes, "i8"),
-                sealed=g.tensor(sealed, "i32"),
-                mask=m,
-                visible=g.op("ggml_sparse_attn_visible", m),
-                k_range=g.tensor(shadow.ranges, "f32", order=order),
-            ),
-            ScoreParams(rank, 0.125, 0.0, 0.0, shadow.n_bit),
-        )
+        params = ScoreParams(rank, 0.125, 0.0, 0.0, shadow.n_bit)
+        out = g.node("score", params, **given_of(shadow, *given, **more))
         g.compute(out, n_threads=n_threads)
         return g.read(out)
+
+
+def open_mask(n_kv: int) -> np.ndarray:
+    return np.zeros((1, 1, 1, n_kv), np.float32)
 
 
 def keys(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "f16") -> np.ndarray:
@@ -191,9 +178,8 @@ def test_a_later_group_can_be_taken_out_of_a_run(ggml, n_bit) -> None:
 def test_codes_of_values_that_are_not_finite(ggml, n_bit) -> None:
     k = np.zeros((1, 512, 1, 16), np.float32)
     k[0, :4, 0, 0] = [np.nan, np.inf, -np.inf, 1e9]
-    sealed = np.ones((1, 8), np.int32)
-    groups = np.arange(8, dtype=np.int32)[None]
-    shadow = seal(ggml, Shadow.empty(n_bit, 1, 16, 512), k, sealed, groups, "f32")
+    every = np.ones((1, 8)), np.arange(8)[None]
+    shadow = seal(ggml, Shadow.empty(n_bit, 1, 16, 512), k, *every, type_k="f32")
     assert np.isfinite(shadow.ranges).all()
     assert np.allclose(shadow.values(512)[0, 1:4, 0], [65504, -65504, 65504])
     assert abs(shadow.values(512)[0, 0, 0]) <= 0.501 * shadow.ranges[0, 0, 0, 0], "NaN counts as 0"
@@ -221,19 +207,16 @@ def test_scan_equals_the_values_of_the_codes(
     n_head, n_head_kv = heads
     rng = np.random.default_rng(n_kv + rank)
     k = keys(rng, (1, n_kv, n_head_kv, d))
-    q = (rng.standard_normal((1, n_tok, n_head, d)) * np.exp(rng.standard_normal(d))).astype(
-        np.float32
-    )
-    sealed = (rng.random((1, n_kv // GROUP)) < share).astype(np.int32)
+    q = rng.standard_normal((1, n_tok, n_head, d)) * np.exp(rng.standard_normal(d))
+    q = q.astype(np.float32)
     mask = np.where(rng.random((1, 1, n_tok, n_kv)) < 0.2, -np.inf, 0).astype(np.float32)
     if share < 1:
         mask[..., n_kv // 2 // GROUP * GROUP :][..., :GROUP] = -np.inf
-    groups = np.where(sealed, np.arange(n_kv // GROUP), -1).astype(np.int32)
-    shadow = seal(ggml, Shadow.empty(n_bit, 1, n_head_kv * d, n_kv), k, sealed, groups, "f16")
-    runs = [score(ggml, shadow, q, k, sealed, mask, rank, n_threads) for n_threads in (1, 2, 3)]
-    assert all(np.array_equal(runs[0], r) for r in runs[1:]), "depends on the number of threads"
-    by_run = score(ggml, shadow, q, k, sealed, mask, rank, order=())
-    assert np.array_equal(runs[0], by_run), "depends on where the ranges are"
+    shadow, sealed = shadow_of(ggml, n_bit, k, share)
+    given = shadow, q, k, sealed, mask
+    runs = [score(ggml, *given, rank=rank, n_threads=n_threads) for n_threads in (1, 2, 3)]
+    runs.append(score(ggml, *given, rank=rank, order=()))
+    assert all(np.array_equal(runs[0], r) for r in runs), "by threads, or by the order of ranges"
 
     from_codes = np.repeat(sealed[0], GROUP) != 0
     values = shadow.values(n_kv)[0].reshape(n_kv, n_head_kv, d)
@@ -282,13 +265,9 @@ def test_components_that_do_not_vary_are_not_scored(ggml, n_bit) -> None:
     k[..., 9] = 10 * (np.arange(n_kv) // RUN)[None, :, None]  # varies between runs only
     q = 0.1 * rng.standard_normal((1, 1, 1, d)).astype(np.float32)
     q[..., 5], q[..., 9], q[..., 20] = 4, 1, 2
-    mask = np.zeros((1, 1, 1, n_kv), np.float32)
-    groups = np.arange(n_kv // GROUP, dtype=np.int32)[None]
-    for sealed, kept in ((np.ones_like(groups), [9, 20]), ((groups % 8 > 0) * 1, [5, 20])):
-        sealed = sealed.astype(np.int32)
-        which = np.where(sealed, groups, -1).astype(np.int32)
-        shadow = seal(ggml, Shadow.empty(n_bit, 1, d, n_kv), k, sealed, which, "f16")
-        got = score(ggml, shadow, q, k, sealed, mask, rank)[0, 0, 0]
+    for share, kept in ((1, [9, 20]), (np.arange(n_kv // GROUP) % 8 > 0, [5, 20])):
+        shadow, sealed = shadow_of(ggml, n_bit, k, share)
+        got = score(ggml, shadow, q, k, sealed, open_mask(n_kv), rank=rank)[0, 0, 0]
         spread = oracle.spread_of(shadow.ranges[0], sealed[0], n_kv, n_bit)
         kind = oracle.select_components(q[0, 0], rank, spread)
         assert kind.tolist() == kept
@@ -307,14 +286,13 @@ def test_a_longer_stream_beside_it_changes_nothing(ggml, n_bit, longer) -> None:
     k = np.full((1, n_kv + longer, 2, d), np.nan, np.float32)
     k[:, :n_kv] = keys(rng, (1, n_kv, 2, d)) * np.exp(rng.standard_normal(d))
     q = rng.standard_normal((1, 1, 4, d)).astype(np.float32)
-    mask = np.full((1, 1, 1, n_kv + longer), -np.inf, np.float32)
-    mask[..., :n_kv] = 0
-    sealed = (np.arange((n_kv + longer) // GROUP) < n_kv // GROUP).astype(np.int32)[None]
-    groups = np.where(sealed, np.arange(sealed.size), -1).astype(np.int32)
-    shadow = seal(ggml, Shadow.empty(n_bit, 1, 2 * d, n_kv + longer), k, sealed, groups, "f16")
-    alone = slice(0, n_kv // GROUP)
-    want = score(ggml, shadow, q, k[:, :n_kv], sealed[:, alone], mask[..., :n_kv], rank)
-    got = score(ggml, shadow, q, k, sealed, mask, rank)
+    mask = open_mask(n_kv + longer)
+    mask[..., n_kv:] = -np.inf
+    n_grp = n_kv // GROUP
+    shadow, sealed = shadow_of(ggml, n_bit, k, np.arange(n_grp + longer // GROUP) < n_grp)
+    alone = k[:, :n_kv], sealed[:, :n_grp], mask[..., :n_kv]
+    want = score(ggml, shadow, q, *alone, rank=rank)
+    got = score(ggml, shadow, q, k, sealed, mask, rank=rank)
     assert np.array_equal(got[..., :n_kv], want) and np.isneginf(got[..., n_kv:]).all()
 
 
@@ -327,10 +305,9 @@ def test_scan_of_one_unlike_tile_among_whole_ones(ggml, n_bit, damage, group) ->
     rng = np.random.default_rng(group)
     k = keys(rng, (1, n_kv, 2, 64))
     q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32)
-    sealed, groups = np.ones((1, n_kv // GROUP), np.int32), np.arange(n_kv // GROUP)[None]
-    mask = np.zeros((1, 1, 1, n_kv), np.float32)
-    shadow = seal(ggml, Shadow.empty(n_bit, 1, 128, n_kv), k, sealed, groups, "f16")
-    before = score(ggml, shadow, q, k, sealed, mask, 64)[0, 0]
+    shadow, sealed = shadow_of(ggml, n_bit, k)
+    mask = open_mask(n_kv)
+    before = score(ggml, shadow, q, k, sealed, mask, rank=64)[0, 0]
 
     at = slice(group * GROUP, (group + 1) * GROUP)
     mask[..., at] = {"hidden": -np.inf, "unsealed": 0, "biased": 2}[damage]
@@ -338,7 +315,7 @@ def test_scan_of_one_unlike_tile_among_whole_ones(ggml, n_bit, damage, group) ->
         sealed[0, group] = 0
         if n_bit == 8:
             shadow.codes[:, :, at] = 0  # not what it is to be read from
-    after = score(ggml, shadow, q, k, sealed, mask, 64)[0, 0]
+    after = score(ggml, shadow, q, k, sealed, mask, rank=64)[0, 0]
     exact = 0.125 * np.einsum("hd,nhd->hn", q[0, 0], k[0, at])
     want = {"hidden": -np.inf, "unsealed": exact, "biased": before[:, at] + np.float32(2)}[damage]
     assert np.allclose(after[:, at], want, rtol=1e-5, atol=1e-5)
@@ -355,10 +332,8 @@ def test_scan_of_a_dead_query_gives_numbers(ggml, n_bit, q_value) -> None:
     k = keys(rng, (1, 512, 1, 64))
     q = np.full((1, 1, 2, 64), q_value, np.float32)
     q[0, 0, 1] = rng.standard_normal(64)  # a healthy head beside it
-    sealed, groups = np.ones((1, 8), np.int32), np.arange(8, dtype=np.int32)[None]
-    mask = np.zeros((1, 1, 1, 512), np.float32)
-    shadow = seal(ggml, Shadow.empty(n_bit, 1, 64, 512), k, sealed, groups, "f16")
-    got = score(ggml, shadow, q, k, sealed, mask, 16)[0, 0]
+    shadow, sealed = shadow_of(ggml, n_bit, k)
+    got = score(ggml, shadow, q, k, sealed, open_mask(512), rank=16)[0, 0]
     assert np.abs(got[0]).max() < 1e-30
     if np.isnan(q_value):  # its sums of |q| are NaN: no component is chosen
         assert (got[1] == 0).all()
@@ -371,16 +346,14 @@ def test_scan_notices_a_wrong_code(ggml) -> None:
     rng = np.random.default_rng(1)
     k = keys(rng, (1, 512, 1, 64))
     q = rng.standard_normal((1, 1, 1, 64)).astype(np.float32)
-    sealed, groups = np.ones((1, 8), np.int32), np.arange(8, dtype=np.int32)[None]
-    mask = np.zeros((1, 1, 1, 512), np.float32)
     for n_bit in BITS:
-        shadow = seal(ggml, Shadow.empty(n_bit, 1, 64, 512), k, sealed, groups, "f16")
-        before = score(ggml, shadow, q, k, sealed, mask, 16)
+        shadow, sealed = shadow_of(ggml, n_bit, k)
+        given = shadow, q, k, sealed, open_mask(512)
+        before = score(ggml, *given, rank=16)
         c = int(np.abs(q[0, 0, 0]).argmax())
         raw = shadow.codes.view(np.uint8)
         raw[0, c, BYTE[7]] ^= 0x88 if n_bit == 4 else 0x80
-        after = score(ggml, shadow, q, k, sealed, mask, 16)
-        moved = np.flatnonzero((before != after).ravel())
+        moved = np.flatnonzero((before != score(ggml, *given, rank=16)).ravel())
         assert moved.tolist() == ([7, 71] if n_bit == 4 else [7])
 
 
@@ -394,30 +367,20 @@ def test_score_select_is_select_of_score(ggml, n_bit, heads, rest) -> None:
     k = keys(rng, (1, n_kv, heads[1], d))
     q = rng.standard_normal((1, 3, heads[0], d)).astype(np.float32)
     mask = np.where(rng.random((1, 1, 3, n_kv)) < 0.2, -np.inf, 0).astype(np.float32)
-    sealed = (rng.random((1, n_kv // GROUP)) < 0.9).astype(np.int32)
-    groups = np.where(sealed, np.arange(n_kv // GROUP), -1).astype(np.int32)
-    shadow = seal(ggml, Shadow.empty(n_bit, 1, heads[1] * d, n_kv), k, sealed, groups, "f16")
+    shadow, sealed = shadow_of(ggml, n_bit, k, 0.9)
     params = ScoreSelectParams(
         ScoreParams(rank, 0.125, 0.0, 0.0, n_bit), SelectParams(topk, heads[1], 16, rest)
     )
+    row = np.r_[topk, 16, np.arange(20) * 7]
+    wanted = np.broadcast_to(row, (1, 1, 3, len(row)))
     rows = []
     for n_threads in (1, 2, 3, 4, 16):
         with ggml.graph() as g:
-            m, stats = g.tensor(mask, "f16"), g.tensor(np.zeros(len(STATS)), "i64", inplace=True)
-            row = np.r_[topk, 16, np.arange(20) * 7]
-            given = {
-                "q": g.tensor(q, "f32"),
-                "k": g.tensor(k, "f16"),
-                "k_t": g.tensor(shadow.codes, "i8"),
-                "k_range": g.tensor(shadow.ranges, "f32"),
-                "sealed": g.tensor(sealed, "i32"),
-                "wanted": g.tensor(np.broadcast_to(row, (1, 1, 3, len(row))), "i32"),
-                "mask": m,
-                "visible": g.op("ggml_sparse_attn_visible", m),
-            }
-            logits = g.op("ggml_sparse_attn_score", sources(**given), params.score)
-            sel = g.op("ggml_sparse_attn_select", sources(**given, logits=logits), params.select)
-            fused = g.op("ggml_sparse_attn_score_select", sources(**given, stats=stats), params)
+            stats = g.tensor(np.zeros(len(STATS)), "i64", inplace=True)
+            given = given_of(shadow, q, k, sealed, mask) | {"wanted": wanted}
+            logits = g.node("score", params.score, **given)
+            sel = g.node("select", params.select, logits=logits, wanted=wanted)
+            fused = g.node("score_select", params, **given, stats=stats)
             g.compute(sel, fused, n_threads=n_threads)
             assert np.array_equal(g.read(fused), g.read(sel)), f"{n_threads} threads"
             rows.append((g.read(fused), g.read(stats)))

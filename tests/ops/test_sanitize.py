@@ -42,7 +42,7 @@ target, lib_dir, headers, folder = sys.argv[1:]
 ggml = IsaGgml(Path(lib_dir), target, Path(headers), Path(folder))
 with ggml.graph() as g:
     s = Sources(cases.make(cases.Case(n_kv=1000, heads=(4, 4))), g)
-    y = s.node("sparse_attn_attend", AttendParams(1, 0, 0, 0))
+    y = s.node("attend", AttendParams(1, 0, 0, 0))
     if target != "thread":
         s.mask.contents.data += 16
     else:

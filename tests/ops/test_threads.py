@@ -12,9 +12,8 @@ import graphs
 import numpy as np
 import pytest
 import test_quant
-import test_steps
 from cases import Case
-from ggml_ctypes import Ggml
+from ggml_ctypes import Ggml, SealParams
 from graphs import Sources
 
 PLANNED = ((2, 1), (3, 2), (8, 7), (15, 14), (16, 3))  # threads of the plan, threads that run
@@ -47,8 +46,8 @@ def seal_all(ggml: Ggml, data: cases.Data, n_threads: int) -> list[np.ndarray]:
     with ggml.graph() as g:
         k_t = g.tensor(np.zeros_like(data.k_t), "f16", inplace=True)
         v_sum = g.tensor(np.zeros_like(data.v_sum), "f32", inplace=True)
-        sources = k_t, g.tensor(k, case.type_k), groups, v_sum, g.tensor(data.v, case.type_v)
-        out = test_steps.seal(g, *sources, n_rot=case.n_rot)
+        given = {"k_t": k_t, "v_sum": v_sum, "k": (k, case.type_k), "v": (data.v, case.type_v)}
+        out = g.node("seal", SealParams(16, case.n_rot), list=groups, **given)
         g.compute(out, n_threads=n_threads)
         res = [g.read(out), g.read(v_sum)]
     shadow = test_quant.Shadow.empty(4, len(k), case.heads[1] * case.d, case.n_kv)
