@@ -457,18 +457,3 @@ def test_learned_sinks_are_refused(tiny) -> None:
         ):
             engine.prefill(s, list(range(3, 253)))
             engine.decode(s, 5)
-
-
-@pytest.mark.parametrize("kv_offload", [True, False])
-def test_where_k_and_v_lie(kv_offload: bool, demo_model: Path, monkeypatch) -> None:
-    """llama.cpp is told; that our ops then run on the CPU tests/e2e/test_placement.py says."""
-    lib, told = engine.library().lib, []
-    init = lib.llama_init_from_model
-
-    def spied(handle, params):
-        told.append(params.offload_kqv)
-        return init(handle, params)
-
-    monkeypatch.setattr(lib, "llama_init_from_model", spied)
-    with engine.load(demo_model, n_ctx=256, n_threads=1, kv_offload=kv_offload):
-        assert told == [kv_offload]
