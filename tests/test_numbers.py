@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import draw, runner
-from bench.gpu import attention as gpu_attention
+from bench import draw
+from bench.gpu import kernels as gpu_attention
 from bench.gpu import tokens as gpu_tokens
 from bench.papers import end_to_end
 from bench.users import prompt_time, serving
 from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import attention_table, output, records
+from pyorch.bench import records
+from pyorch.cli.bench import attention_time, measurement, speed
 from pyorch.evals import figures, series, stats, table
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,7 @@ def token(positions: int) -> str:
 
 def real(positions: int) -> tuple[str, ...]:
     """A row of the real model: tokens/s of stock, exact and 1/8, and by what factor they differ."""
-    rows = output.rows(records.load_all(EPYC / "token_rate" / "speed.jsonl"))
+    rows = speed.rows(records.load_all(EPYC / "token_rate" / "speed.jsonl"))
     rows = [r for r in rows if r["n_depth"] == positions and r.get("text")]
     ours = {str(r["sparse_attn"]): 1e9 / r["median_ns"] for r in rows if r["library"] == "sparq"}
     stock = max(1e9 / r["median_ns"] for r in rows if r["library"] == "stock")
@@ -51,7 +52,7 @@ def prompt(file: str, tokens: int, attention: str, **of: Any) -> str:
     """How many times faster a prompt is read than by the faster of llama.cpp's two."""
     for run in records.by_run(records.load_all(EPYC / file)):
         recs = list(run.values())
-        case = records.read_case(prompt_time.Case, recs[0])
+        case = records.read_case(prompt_time.PromptCase, recs[0])
         lines = prompt_time.lines(recs)
         if tokens in lines[0].depths and of.items() <= vars(case).items():
             at = lines[0].depths.index(tokens)
@@ -186,17 +187,17 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         name: lambda name=name, made=made: timed(name, made)
         for name, made in (
-            ("speed", output.markdown),
-            ("token_rate/speed", output.markdown),
-            ("quantisations/speed", output.markdown),
-            ("long/speed", output.markdown),
-            ("attention", attention_table.markdown),
+            ("speed", speed.markdown),
+            ("token_rate/speed", speed.markdown),
+            ("quantisations/speed", speed.markdown),
+            ("long/speed", speed.markdown),
+            ("attention", attention_time.markdown),
             ("long/prompt_time", prompt_time.table),
             ("ik_llama/prompt_time", prompt_time.table),
         )
     },
     **{
-        of.name: lambda of=of: runner.whole_table(of, EPYC)
+        of.name: lambda of=of: measurement.whole_table(of, EPYC)
         for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT)
     },
 }

@@ -1,19 +1,22 @@
-"""Records, marks in a README."""
+"""Records of measurements."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.papers import roofline
+from bench.papers.roofline import PeakCase
 from pyorch import native
 from pyorch.bench import records
+from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
 
 
@@ -131,42 +134,44 @@ def test_the_commit_is_that_of_our_own_repository(
     assert records._commit() == {"commit": "", "dirty": False}
 
 
-def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
+    """Measures groups of cases, whose sample is how many were measured before."""
     env = {"stamps": {"sparq": "s"}}
     monkeypatch.setattr(native, "built", lambda stock=False: Path())
     monkeypatch.setattr(records, "environment", lambda libraries: env)
-    case = roofline.Case(512, 1)
+    n_measured = 0
+
+    def measure(_: object, group: Sequence[PeakCase], __: object) -> list[records.Result]:
+        nonlocal n_measured
+        n_measured += 1
+        return [{"samples_ns": [n_measured]}]
+
+    def of(file: Path, *sizes: int, force: bool = False) -> list[records.Record]:
+        groups = [[PeakCase(n, 1)] for n in sizes]
+        options = measurement.Given(force=force)
+        recs, n_failed = measurement.measured(
+            replace(roofline.PEAK, measure=measure), options, groups, file
+        )
+        assert not n_failed
+        return recs
+
+    return of
+
+
+def test_what_cannot_be_kept_is_not_measured(run: Callable[..., Any]) -> None:
     with pytest.raises(SparqError, match="/dev/null/r: ") as e:
-        records.resume("b", [[case]], pytest.fail, Path("/dev/null/r"), print, cost=len, force=True)
+        run(Path("/dev/null/r"), 512, force=True)
     assert "--out" in e.value.hint
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_group_is_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
-) -> None:
-    """`-d 4096,4096`, or types of K that are named twice."""
-    env = {"stamps": {"sparq": "s"}}
-    monkeypatch.setattr(native, "built", lambda stock=False: Path())
-    monkeypatch.setattr(records, "environment", lambda libraries: env)
-    case = roofline.Case(512, 1)
-    measured: list[int] = []
-
-    def measure(group: Sequence[roofline.Case], _: object) -> list[records.Result]:
-        measured.append(group[0].n)
-        return [{"samples_ns": [len(measured)]}]
-
-    groups = [[case], [replace(case, n=1024)], [case]]
+def test_a_group_is_measured_once(run: Callable[..., Any], tmp_path: Path) -> None:
+    """`-d 4096,4096`, or types of K that are named twice; another run measures what lacks."""
     file = tmp_path / "r.jsonl"
-    found = records.resume("b", groups, measure, file, lambda *_: None, cost=len, force=force)
-    assert measured == [512, 1024] and [rec["samples_ns"] for rec in found] == [[1], [2]]
-
-
-def test_record_needs_samples_and_env() -> None:
-    with pytest.raises(ValueError, match="samples"):
-        records.record("b", {}, "s", samples_ns=[], env={})
-    with pytest.raises(ValueError, match="env"):
-        records.record("b", {}, "s", samples_ns=[1])
+    assert [rec["samples_ns"] for rec in run(file, 512, 1024, 512)] == [[1], [2]]
+    assert [rec["samples_ns"] for rec in run(file, 2048, 512)] == [[3], [1]]
+    assert [rec["samples_ns"] for rec in run(file, 512, 512, force=True)] == [[4]]
+    assert [rec["samples_ns"] for rec in run(file, 512)] == [[4]], "the last counts"
 
 
 @pytest.mark.usefixtures("native_lib_dir")

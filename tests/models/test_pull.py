@@ -400,11 +400,11 @@ def test_bench_takes_the_same_names(
 ) -> None:
     hub.files, plans = {"m.gguf": gguf}, []
 
-    def measure(plan: Any, *_: object, **__: object) -> None:
-        plans.append(plan)
+    def measure(_: object, options: Any) -> None:
+        plans.append(options)
         raise SparqError("enough")
 
-    monkeypatch.setattr("pyorch.bench.speed.run", measure)
+    monkeypatch.setattr("pyorch.cli.bench.measurement.run", measure)
     assert run("bench", "-m", f"hf:{REPO}")[0] == 1 and not plans
     run("bench", "--yes", "-d", 64, "-m", f"hf:{REPO},{REPO}/m.gguf")
     assert [m.read_bytes() for m in plans[0].models] == [gguf] * 2
