@@ -366,7 +366,7 @@ json_option = click.option(
 
 document_option = click.option(
     "--document",
-    "documents",
+    "document_names",
     type=File(),
     multiple=True,
     metavar="FILE",

@@ -22,11 +22,11 @@ from pyorch.cli import gpu, listen, served_documents, supervise
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import (
+    model_title,
     note_if_weights_exceed,
     placement,
     prepare,
     session_options,
-    shown,
 )
 from pyorch.cli.log import shows_log
 from pyorch.cli.supervise import Child
@@ -136,7 +136,7 @@ class ServerOptions:
 def command(
     model: opt.ModelOptions,
     server: ServerOptions,
-    documents: tuple[str, ...],
+    document_names: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -154,7 +154,7 @@ def command(
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
     options = session_options(attention.spec(), context, load, server.parallel)
     options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
-    begin = [document_file.named(name) for name in documents]
+    documents = [document_file.named(name) for name in document_names]
     with listen.reserved(server.host, server.port) as (address, port):
         if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
             if not server.insecure:
@@ -164,11 +164,11 @@ def command(
                     exit_code=2,
                 )
             note("note: whoever reaches this address can use it", "yellow")
-        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), begin)
+        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents)
     # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
     name = file.path.name if Path(model.model).exists() else model.model
     alias = printable(name).replace(",", "_")
-    _serve(Served(file, settings, alias, address, port, keys, load, begin), more)
+    _serve(Served(file, settings, alias, address, port, keys, load, documents), more)
 
 
 def _check_more(more: Sequence[str]) -> None:
@@ -258,7 +258,7 @@ class Account:
                 self.unused.add(document[1])
                 note(f"note: {document[1]}", "yellow")
 
-    def say(self, spec: AttentionSpec) -> None:
+    def report(self, spec: AttentionSpec) -> None:
         """Report it, if anything was asked. Without calls nobody knows, as with `-- -lv 0`."""
         if not self.tokens:
             return
@@ -304,7 +304,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
             n = settings.n_sequences
             slots = f" in each of {n} slots" if n > 1 else ""
-            note(f"{shown(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
+            note(f"{model_title(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             url = f"[{served.address}]" if ":" in served.address else served.address
             if served.documents:
                 n_read = served_documents.n_usable(served.documents, host, served.port, served.keys)
@@ -313,7 +313,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             child.wait_end()
     if child.was_killed:
         note(f"note: {PROGRAM} did not end in {supervise.GRACE_S:.0f} s, and was killed", "yellow")
-    account.say(spec)
+    account.report(spec)
     if served.documents and account.tokens:
         note(f"prompts that began with a document: {account.opened}", "dim")
 

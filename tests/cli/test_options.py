@@ -52,7 +52,7 @@ def test_every_name_of_a_file_may_begin_with_the_home_folder(
             if "TASK=" not in (param.metavar or ""):  # eval splits it first
                 value = param.type.convert("~/x", param, None)
                 assert value in ("/home/me/x", ["/home/me/x"]), f"{verb} {param.name}"
-    assert {"model", "text", "texts", "resume", "documents", "out", "output"} <= found
+    assert {"model", "text", "texts", "resume", "document_names", "out", "output"} <= found
     given = evaluate._data(("wikitext=~/x",), [tasks()["wikitext"]])
     assert given == {"wikitext": Path("/home/me/x")}
 
@@ -69,8 +69,6 @@ def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:
     ("command", "name", "value"),
     [
         ("generate", "--reverse-prompt", "End of text"),
-        ("generate", "--document", "/home/me/my notes.kv"),
-        ("eval run", "--text", "/books of mine"),
         ("eval run", "--data", "squad=/my data/dev.json"),
         ("bench", "--model", "/my models/a.gguf"),
     ],
