@@ -88,7 +88,7 @@ class Library:
         self._calls: list[Call] = []
         self._line, self._level = "", logging.INFO  # the line of the log that is not yet complete
         self._numa = ""
-        self.workers: dict[str, int] = {}  # by endpoint, llama.cpp's registration
+        self.workers: set[str] = set()  # HOST:PORT of those that we are connected to
         self.on_abort: object = None  # what llama.cpp calls before it aborts
         self._on_log = lib.llama_log_callback(self._log)  # kept alive: the library calls it
         silent = lib.llama_log_callback(lambda *_: None)
