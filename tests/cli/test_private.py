@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyorch import engine, paths
+from pyorch import paths
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -82,10 +82,3 @@ def test_a_limit_that_is_none_keeps_nothing_by_mistake(
     monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", given)
     done = run("chat", "-m", tiny_chat, stdin="x\n")
     assert done.code == 2 and "SPARQ_DOCUMENTS_LIMIT" in done.err and repr(given) in done.err
-
-
-def test_states(tiny: Path, tmp_path: Path) -> None:
-    with engine.load(tiny, n_threads=1, n_ctx=256) as s:
-        engine.prefill(s, [5, 6, 7])
-        engine.save_state(s, tmp_path / "state")
-    assert mode(tmp_path / "state") == 0o600
