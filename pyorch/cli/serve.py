@@ -18,7 +18,7 @@ from pyorch import native, paths, system
 from pyorch.attention.bytes import layer_costs
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli import gpu, listen, served_documents, supervise
+from pyorch.cli import gpu, served_documents, supervise
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import (
@@ -28,9 +28,8 @@ from pyorch.cli.loading import (
     prepare,
     session_options,
 )
-from pyorch.cli.log import shows_log
 from pyorch.cli.supervise import Child
-from pyorch.cli.terminal import note, note_if_beyond
+from pyorch.cli.terminal import note, note_if_beyond, shows_log
 from pyorch.cli.types import File, Number
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
@@ -155,7 +154,7 @@ def command(
     options = session_options(attention.spec(), context, load, server.parallel)
     options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
     documents = [document_file.named(name) for name in document_names]
-    with listen.reserved(server.host, server.port) as (address, port):
+    with supervise.reserved(server.host, server.port) as (address, port):
         if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
             if not server.insecure:
                 raise SparqError(
@@ -326,11 +325,11 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
         return {}
     if not any(folder.glob("libggml-cuda*")):
         return {}
-    if (there := gpu.apart(gpu.free)) is None:
+    if (room := gpu.apart(gpu.free)) is None:
         return {}
     cache, layers = served.settings.cache(geo), layers_on_gpu(geo.n_layer, load.n_gpu_layers)
     weights = layer_weights(served.file, geo.n_layer, used=False)
-    free = there - sum(weights[il] for il in (*layers, geo.n_layer))
+    free = room - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
         return {}
     note(gpu.in_memory_text(cache, in_memory), "yellow")

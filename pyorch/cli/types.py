@@ -119,19 +119,6 @@ SOME_POSITIONS = Number(int, 1, 10**9)
 POSITIVE = Number(float, 1e-9, 1e9)
 
 
-class Size(click.ParamType):
-    """Bytes: 512M, 2G or 1.5GiB, in binary units."""
-
-    name = "size"
-
-    def convert(self, value: object, param: Param, ctx: Context) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
-        n = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
-        if n < 1:
-            raise SparqError(f"{_name_of(param)} {value!r} is not a size", "512M or 2G", 2)
-        return n
-
-
 class Name(click.ParamType):
     """One of a few names; for a wrong one the error suggests the nearest."""
 

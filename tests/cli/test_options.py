@@ -16,7 +16,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
 from pyorch.cli.explain import WholeContext
 from pyorch.cli.groups import takes
-from pyorch.cli.types import Files, Name, NumberOr, Size
+from pyorch.cli.types import Files, Name, NumberOr
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 from pyorch.evals import tasks
@@ -125,21 +125,6 @@ def test_the_line_wins_over_variables(
         monkeypatch.setenv(*f"SPARQ_CHAT_{variable}".split("=", 1))
     result = CliRunner().invoke(command, line.split())
     assert wanted in (str(result.exception) if result.exception else result.stdout.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [("4096", 4096), ("2G", 2 << 30), ("1.5 GiB", 3 << 29), ("512mb", 512 << 20), ("8k", 8192)],
-)
-def test_a_size_is_in_binary_units(text: str, wanted: int) -> None:
-    assert Size().convert(text, None, None) == wanted
-
-
-@pytest.mark.parametrize("text", ["", "G", "-1", "0", "0.1", "2X", "1e9", "2 G G", "inf"])
-def test_what_is_not_a_size_is_refused(text: str) -> None:
-    with pytest.raises(SparqError, match="is not a size") as refused:
-        Size().convert(text, None, None)
-    assert refused.value.exit_code == 2
 
 
 def test_squad_may_take_as_many_paragraphs_as_fit() -> None:
