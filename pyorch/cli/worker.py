@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import click
 
 from pyorch import native, system
-from pyorch.cli import listen
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
-from pyorch.cli.log import shows_log
-from pyorch.cli.supervise import Child
-from pyorch.cli.terminal import note
+from pyorch.cli.supervise import Child, reserved
+from pyorch.cli.terminal import note, shows_log
 from pyorch.cli.types import THREADS, Number
 from pyorch.engine import machines, usable_cores
 from pyorch.errors import SparqError
@@ -61,7 +59,7 @@ def command(server: ListenOptions) -> None:
     port can use it.
     """
     _check(server)
-    with listen.reserved(server.host, server.port) as (address, _):
+    with reserved(server.host, server.port) as (address, _):
         folder = native.built(tools=(PROGRAM,))
     argv = [str(folder / system.program(PROGRAM)), "--host", address, "--port", str(server.port)]
     argv += ["--threads", str(server.threads or usable_cores())]
