@@ -222,7 +222,6 @@ class LoadOptions:
 
 context_options = takes(context=ContextOptions)
 cache_options = takes(cache=CacheOptions)
-rope_options = takes(rope=RopeOptions)
 load_options = takes(load=LoadOptions)
 
 

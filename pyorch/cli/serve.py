@@ -152,21 +152,22 @@ def command(
 
     _check_more(more)
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
-    family, address = listen.address(server.host, server.port)
-    if not (ipaddress.ip_address(address.partition("%")[0]).is_loopback or keys):
-        if not server.insecure:
-            raise SparqError(
-                f"--host {server.host} would let other machines in without a key",
-                "--api-key-file FILE requires one; --insecure does without",
-                exit_code=2,
-            )
-        note("note: whoever reaches this address can use it", "yellow")
     options = session_options(attention.spec(), context, load, server.parallel)
     options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
     begin = [document_file.named(name) for name in documents]
-    with listen.reserved(family, address, server.port) as port:
+    with listen.reserved(server.host, server.port) as (address, port):
+        if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
+            if not server.insecure:
+                raise SparqError(
+                    f"--host {server.host} would let other machines in without a key",
+                    "--api-key-file FILE requires one; --insecure does without",
+                    exit_code=2,
+                )
+            note("note: whoever reaches this address can use it", "yellow")
         file, settings = prepare(model.model, model.yes, options, (PROGRAM,), begin)
-    alias = _alias(model, file.path)
+    # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
+    name = file.path.name if Path(model.model).exists() else model.model
+    alias = printable(name).replace(",", "_")
     _serve(Served(file, settings, alias, address, port, keys, load, begin), more)
 
 
@@ -213,16 +214,6 @@ def _key_file(name: str) -> Path:
     if mode & 0o044:
         note(f"note: others on this machine can read {name}: chmod 600 {name}", "yellow")
     return file
-
-
-def _alias(model: opt.ModelOptions, path: Path) -> str:
-    """The name by which clients know the model: without commas, at which llama-server would cut it,
-    and in UTF-8, as its replies are."""
-    name = path.name if Path(model.model).exists() else model.model
-    alias = printable(name).replace(",", "_")
-    if alias != name:
-        note(f"note: clients know this model as {alias}", "yellow")
-    return alias
 
 
 @dataclass(frozen=True)

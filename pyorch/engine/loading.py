@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
 from pyorch.engine.library import Call, library
-from pyorch.engine.model import Model, Session, Watch
+from pyorch.engine.model import Model, Session, Watcher
 from pyorch.engine.settings import SessionOptions, layers_away, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
@@ -42,7 +42,7 @@ class LoadOptions(Placement, SessionOptions, total=False):
 def load(
     path: str | os.PathLike[str] | GGUFFile,
     *,
-    watch: Watch | None = None,
+    watch: Watcher | None = None,
     stock: bool = False,
     progress: Progress | None = None,
     **options: Unpack[LoadOptions],

@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from statistics import NormalDist
 
 import numpy as np
 
 FEWEST = 6  # groups that an interval needs
 NONE = (math.nan, math.nan)
-NORMAL = NormalDist().inv_cdf(0.975)
+NORMAL = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
 @cache

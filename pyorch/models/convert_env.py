@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,8 +136,8 @@ def _run(argv: list[str], lock: int) -> None:
 
     The command holds the lock too: if this process is killed, others wait until it has ended.
     """
-    shown = {"stdout": sys.stderr} if sys.stderr.isatty() else {}
-    done = children.run(argv, **shown, **system.given(lock))
+    out = sys.stderr if sys.stderr.isatty() else subprocess.PIPE
+    done = children.run(argv, stdout=out, **system.given(lock))
     if done.returncode:
         raise SparqError(
             f"cannot make the converter's environment: {children.reason(done)}",

@@ -319,6 +319,7 @@ def test_a_fast_prompt_is_counted(
     prompt = engine.tokenize(session, text_of(1500))
     exact = logits_with(session, prompt, f"{method},prompt=f32")
     assert engine.info(session).counter("blocks_fast") == 0
+    engine.rewind(session, 0)
     fast = logits_with(session, prompt, method)
     assert (engine.info(session).counter("blocks_fast") > 0) == here
     assert np.array_equal(exact, fast) == (not here)
