@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pyorch.errors import SparqError
 from pyorch.models import layers
@@ -56,6 +57,7 @@ class Geometry:
         return dims or (self.head_dim_k, self.head_dim_v)
 
 
+@lru_cache(maxsize=1)
 def geometry(file: GGUFFile) -> Geometry:
     """The attention geometry of a model, from its metadata.
 
