@@ -45,7 +45,7 @@ class Machines(opt.RpcOptions):
     """The other machines, and how many layers they hold together; or the GPU of this one."""
 
     n_gpu_layers: int | None = opt.gpu_option("on the workers of --rpc")
-    kv_offload: bool | None = opt.kv_option("and in memory: both are told")
+    kv_offload: bool | None = opt.kv_option()
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def command(
         more: dict[str, object] = {"machines": [x.json() for x in shares]} if shares else {}
         more |= {"gpu": asdict(room)} if room else {}
         lengths = [_length(x, rate, free) for x in rows]
-        of_memory = {"bandwidth": rate, "threads": threads, **_times(p, rate)}
+        of_memory = {"bandwidth": rate, "threads": threads, **p.times(rate)}
         print_json({**p.json(), **of_memory, "lengths": lengths, **more})
         return
     _print(p, rate, threads)
@@ -131,18 +131,13 @@ def command(
     _print_lengths(rows, free)
 
 
-def _times(p: Prediction, rate: float) -> dict[str, float]:
-    """The least seconds of a token, if so many bytes per second are read."""
-    return {"token_s_dense": (p.weights + p.dense) / rate, "token_s": (p.weights + p.read) / rate}
-
-
 def _length(p: Prediction, rate: float, free: int) -> dict[str, object]:
     return {
         "positions": p.n_pos,
         "memory": p.memory,
         "fits": p.memory <= free,
         "beyond_training": 0 < p.geo.n_ctx_train < p.n_pos,
-        **_times(p, rate),
+        **p.times(rate),
         "attention_share": p.share,
         "attention_read": p.read / p.dense,
         "speedup": p.speedup,
@@ -191,7 +186,7 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
     print(f"  memory bandwidth            {rate / 1e9:.1f} GB/s, as measured with {many}")
     limits = f"attention {p.dense / p.read:.2f}x, whole token {p.speedup:.2f}x"
     print(f"  limit of the speed-up       {limits}")
-    dense, token = (f"{1000 * seconds:.2f} ms" for seconds in _times(p, rate).values())
+    dense, token = (f"{1000 * seconds:.2f} ms" for seconds in p.times(rate).values())
     print(f"  token time at that limit    {token}, dense {dense}")
 
 
