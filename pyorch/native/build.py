@@ -92,7 +92,7 @@ def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
         want.pop("nvcc", None)
     for folder, stamp in finished():
         made_of = all(stamp["inputs"].get(key) == value for key, value in want.items())
-        if made_of and all((folder / tool).is_file() for tool in tools):
+        if made_of and _has(folder, tools):
             return folder
     return None
 
@@ -164,14 +164,13 @@ def build(
     want["flags"] = list(chain.found.flags)
 
     def done() -> bool:
-        return not force and _complete(_target(options, want), tools) and has_bindings()
-
-    def waiting(who: str) -> None:
-        say(f"waiting for another build in {paths.cache()} (process {who})")
+        target = _target(options, want)
+        has_library = read_stamp(target) is not None and _has(target, tools)
+        return not force and has_library and has_bindings()
 
     if done():
         return _target(options, want)
-    with paths.locked(paths.cache(), waiting) as lock:
+    with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")) as lock:
         if done():  # another process built it while this one waited
             return _target(options, want)
         for left in (paths.cache() / "lib").glob("*.partial"):  # by a killed process
@@ -180,7 +179,11 @@ def build(
         if force:
             shutil.rmtree(tree, ignore_errors=True)
         prepare(tree, options)
-        want |= _copied(tree, options, want)
+        # what was compiled counts, if somebody edits meanwhile
+        want["ops"] = source.digest_of(_ops_files(tree / "ops", options))
+        if not options.stock and patches.digest() != want["patches"]:
+            shutil.rmtree(tree / "src")
+            raise SparqError("patches/ changed while it was applied", "build again")
         target = _target(options, want)
         for thing, why in (chain.found.off | _read_off(tree)).items():
             say(f"{thing} is off: {why}")
@@ -193,7 +196,16 @@ def build(
                 cmake.compile_tree(tree, options, ("llama", *tools), jobs, chain, progress, lock)
 
         chain = _that_works(tree, chain, compiled)
-        _publish(tree / "out" / "bin", target, tools, _stamp(want, chain.found))
+        where = source.locate(pin := source.read_pin())
+        stamp = {
+            "stamp": _hash(want),
+            "time": time.time(),
+            "inputs": want,
+            "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
+            "off": chain.found.off,
+            "isa": list(chain.found.isa),
+        }
+        _publish(tree / "out" / "bin", target, tools, stamp)
         _prune()
     say(f"built {target} in {time.monotonic() - started:.0f} s")
     return target
@@ -281,22 +293,8 @@ def _target(options: Options, want: dict[str, Any]) -> Path:
     return paths.cache() / "lib" / f"{options.name}-{_hash(want)}"
 
 
-def _stamp(want: dict[str, Any], found: probe.Probe) -> dict[str, Any]:
-    """The stamp of a finished build."""
-    pin = source.read_pin()
-    where = source.locate(pin)
-    return {
-        "stamp": _hash(want),
-        "time": time.time(),
-        "inputs": want,
-        "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
-        "off": found.off,
-        "isa": list(found.isa),
-    }
-
-
-def _complete(target: Path, tools: tuple[str, ...]) -> bool:
-    return read_stamp(target) is not None and all((target / tool).is_file() for tool in tools)
+def _has(folder: Path, tools: tuple[str, ...]) -> bool:
+    return all((folder / tool).is_file() for tool in tools)
 
 
 def default_jobs() -> int:
@@ -323,18 +321,6 @@ def prepare(tree: Path, options: Options) -> None:
     ):
         shutil.rmtree(tree / "out")  # the folder was moved, which cmake cannot follow
     _sync_ops(tree / "ops", options)
-
-
-def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that may have been edited while they were copied, as the work tree has them.
-
-    Raises:
-        SparqError: the series changed; the source is then unpacked anew the next time.
-    """
-    if not options.stock and patches.digest() != want["patches"]:
-        shutil.rmtree(tree / "src")
-        raise SparqError("patches/ changed while it was applied", "build again")
-    return {"ops": source.digest_of(_ops_files(tree / "ops", options))}
 
 
 def _ops_files(root: Path, options: Options) -> dict[str, Path]:

@@ -7,7 +7,6 @@ makes.
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import platform
 import re
@@ -35,8 +34,6 @@ TOOLS = (
 _PARTS = {"repack": "GGML_CPU_REPACK", "llamafile": "GGML_LLAMAFILE"}
 
 _OLDEST = {"cmake": (3, 21), "ninja": (1, 10)}
-
-SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
 
 
 @dataclass(frozen=True)
@@ -198,24 +195,17 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
 
 def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqError:
     """The error of a failed build command, in one line."""
-    text = "\n".join(lines)
-    what = Path(argv[0]).name
+    text, hint = "\n".join(lines), f"full log: {log}"
+    # a message of cmake goes on in indented lines
+    error = re.search(r"(?m)^CMake Error.*(?:\n(?: .*)?)*|^.*\b(?i:error)\b[: ].*", text)
+    reason = " ".join(error[0].split()) if error else "".join(lines[-1:]).strip()
     if "No space left on device" in text:
-        return SparqError(f"no space left for the build in {paths.cache()}", SPACE)
-    if code == system.KILLED or re.search(r"Killed signal|\bKilled\b", text):
-        hint = f"try again with --jobs 1; log: {log}"
-        return SparqError(f"{what} was killed (out of memory?)", hint)
-    if code < 0:
-        return SparqError(f"{what} {children.ended(code)}", f"full log: {log}")
-    at = next((i for i, line in enumerate(lines) if re.search(r"(?i)\berror\b[: ]", line)), None)
-    if at is None:
-        reason = lines[-1].strip() if lines else f"exit code {code}"
-    elif lines[at].startswith("CMake Error"):  # it goes on, indented, until an unindented line
-        rest = itertools.takewhile(lambda s: s[:1] in ("", " "), lines[at + 1 :])
-        reason = " ".join(" ".join([lines[at], *rest]).split())
-    else:
-        reason = lines[at].strip()
-    return SparqError(f"{what} failed: {reason}", f"full log: {log}")
+        hint = f"about 300 MB are needed in {paths.cache()}, or set SPARQ_CACHE; log: {log}"
+    elif code == system.KILLED or re.search(r"Killed signal|\bKilled\b", text):
+        hint = f"is the memory full? try again with --jobs 1; log: {log}"
+    if code < 0 or not reason:
+        reason = f"it {children.ended(code)}"
+    return SparqError(f"{Path(argv[0]).name} failed: {reason}", hint)
 
 
 def tool(name: str) -> str:

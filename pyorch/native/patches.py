@@ -87,7 +87,7 @@ def parse(file: Path) -> Patch:
             hunk.append((tag, text))
         elif hunk and tag == b"\\":  # "No newline at end of file" is about the line before
             hunk[-1] = (hunk[-1][0], hunk[-1][1].rstrip(b"\n"))
-        elif hunk is not None or line.startswith(_NO_HOOK):
+        elif (hunk is not None and line.strip()) or line.startswith(_NO_HOOK):
             what = line.decode("utf-8", "replace").strip()
             raise SparqError(f"{file.name}: '{what}' is not for a hook patch", "only edit lines")
     title = re.sub(r"\n ", " ", subject.group(1)) if subject else ""
