@@ -128,7 +128,7 @@ def command(
         cluster.show(shares)
     if room:
         gpu.show(room, len(p.layers))
-    _print_lengths(rows, free)
+    _print_lengths(rows, rate, free)
 
 
 def _length(p: Prediction, rate: float, free: int) -> dict[str, object]:
@@ -218,13 +218,15 @@ def _runs(layers: Sequence[cost.LayerCost]) -> list[list[cost.LayerCost]]:
     return [list(run) for _, run in same]
 
 
-def _print_lengths(rows: Sequence[Prediction], free: int) -> None:
+def _print_lengths(rows: Sequence[Prediction], rate: float, free: int) -> None:
     print(f"\n  lengths, with {human_bytes(free)} of memory free")
-    print(f"  {'positions':>9}{'memory':>10}{'K and V':>9}{'read':>7}{'speed-up':>10}")
+    head = f"{'positions':>9}{'memory':>10}{'K and V':>9}{'dense':>12}{'token':>12}{'speed-up':>10}"
+    print(f"  {head}")
     for p in rows:
-        shares = f"{100 * p.share:>7.0f} %{100 * p.read / p.dense:>5.0f} %"
+        times = "".join(f"{1000 * seconds:>9.1f} ms" for seconds in p.times(rate).values())
         why = ["does not fit"] * (p.memory > free)
         why += ["beyond the training"] * (0 < p.geo.n_ctx_train < p.n_pos)
-        row = f"  {p.n_pos:>9}{human_bytes(p.memory):>10}{shares}{p.speedup:>9.2f}x"
+        row = f"  {p.n_pos:>9}{human_bytes(p.memory):>10}{100 * p.share:>7.0f} %{times}"
+        row += f"{p.speedup:>9.2f}x"
         print(f"{row}  {', '.join(why)}".rstrip())
-    print("  (K and V: of what a dense token reads; speed-up: at most, by the bytes of a token)")
+    print("  (limits, by the bytes of a token; K and V: their share of a dense one)")
