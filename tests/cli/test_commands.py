@@ -275,7 +275,7 @@ def test_closed_streams(tiny: Path) -> None:
     [
         ("-ngl 3", "hint: --rpc HOST:PORT"),
         ("-ts 3,1", "hint: --rpc HOST:PORT"),
-        ("-a sparq,k_layers=64:64:64", "k_layers has 3 entries for 2 layers"),
+        ("-a sparq,k_layers=64:64:64", "k_layers=64:64:64\nhint: "),
     ],
 )
 def test_explain_refuses(run: Run, tiny: Path, line: str, said: str) -> None:
