@@ -105,7 +105,7 @@ def prepare(
     return file, settings
 
 
-def shown(path: Path) -> str:
+def model_title(path: Path) -> str:
     """A model's file for people: its name, after the title of the card that knows its content."""
     from pyorch.models.content import card_of
 
