@@ -2,6 +2,7 @@
 
 python -m pyorch.native.wheel dist               # all of `TARGETS`
 python -m pyorch.native.wheel dist linux-x86_64  # one
+python -m pyorch.native.wheel dist cuda [90]     # that of sparq-cpp-cuda (cuda_wheel.py)
 
 A wheel is the package of Python and, in `pyorch/_built`, what a native build puts into the cache:
 the libraries, the tools and the bindings. Only the backend of the CPU is there many times, once for
@@ -144,15 +145,20 @@ _ARM = r"s/^-march=armv([0-9])\.?([0-9]*)-a/-mcpu=generic+v\1_\2a/; s/_a/a/; s/[
 
 
 def main() -> None:
-    """Make the wheels that the command line names; all of them if it names none."""
-    into, *names = sys.argv[1:]
-    for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # they would make another wheel
+    """Make the wheels that the command line names; all of `TARGETS` if it names none."""
+    from pyorch.native import cuda_wheel
+
+    into, names = paths.expanded(sys.argv[1]).absolute(), sys.argv[2:]
+    for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"):  # they would make another wheel
         os.environ.pop(name, None)
     try:
-        for name in names or TARGETS:
-            print(make(name, paths.expanded(into).absolute()))
+        if names[:1] == ["cuda"]:
+            print(cuda_wheel.make(into, tuple(names[1:]) or cuda_wheel.ARCHS))
+        else:
+            for name in names or TARGETS:
+                print(make(name, into))
     except metadata.PackageNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed\nhint: make wheels installs it")
+        sys.exit(f"error: {error.name} is not installed\nhint: make wheels or wheel-cuda does it")
     except SparqError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
