@@ -150,31 +150,24 @@ class _Work:
             for method, keys in self.keys.items()
         ]
 
-    def _asked(self, method: Method) -> Record:
-        """The line that says how many examples a method is asked for; the last one counts."""
-        meaning, setting = self.meanings[method], self.header["key"]
+    def _about(self, method: Method) -> Record:
         return {
             "schema": records.SCHEMA,
-            "key": records.key("asked", {"method": meaning}, setting),
-            "setting": setting,
+            "setting": self.header["key"],
             "method": str(method),
-            "meaning": meaning,
-            "asked": len(self.examples),
+            "meaning": self.meanings[method],
         }
+
+    def _asked(self, method: Method) -> Record:
+        """The line that says how many examples a method is asked for; the last one counts."""
+        case = {"method": self.meanings[method]}
+        key = records.key("asked", case, self.header["key"])
+        return self._about(method) | {"key": key, "asked": len(self.examples)}
 
     def record(self, i: int, method: Method, result: Record) -> Record:
         e = self.examples[i]
-        return {
-            "schema": records.SCHEMA,
-            "key": self.keys[method][i],
-            "setting": self.header["key"],
-            "i": i,
-            "id": e.id,
-            "method": str(method),
-            "meaning": self.meanings[method],
-            **result,
-            "about": dict(e.about),
-        }
+        of = {"key": self.keys[method][i], "i": i, "id": e.id}
+        return self._about(method) | of | result | {"about": dict(e.about)}
 
 
 _Todo = tuple[_Work, int, list[Method]]  # a task, the number of its example, what this lacks
