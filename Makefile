@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels wheel-cuda figures fuzz soak sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels wheel-cuda figures fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
@@ -92,11 +92,11 @@ test-lowest:            ## the quick tests with the lowest versions that pyproje
 fuzz: build $(DEV)      ## random operations on the cache, spec changes, restored states; OPS=20000, SPARQ_FUZZ_SEED=N
 	SPARQ_FUZZ_OPS=$(or $(OPS),20000) $(PYTEST) tests/e2e/test_fuzz.py
 
-soak: build $(DEV)      ## 100,000 decoded tokens with shifts and reused cells; TOKENS=1000000
-	SPARQ_SOAK_TOKENS=$(or $(TOKENS),100000) $(PYTEST) tests/e2e/test_soak.py
-
 sanitize: build $(DEV)  ## the op tests on sanitized builds of our sources: addresses, undefined behaviour, threads
 	$(PYTEST) tests/ops/test_sanitize.py
+
+spec-table: build       ## pyorch/attention/spec.json: the keys of a spec, as the library has them
+	$(RUN)/python -c 'import ctypes; from pyorch import native; b = ctypes.create_string_buffer(1 << 14); native.load().llama_cpp._lib.llama_sparse_attn_keys(b, ctypes.c_size_t(len(b))); print(b.value.decode(), end="")' > pyorch/attention/spec.json
 
 lint: $(DEV)            ## what the style asks, without changing anything
 	$(RUN)/ruff check $(PY) && $(RUN)/ruff format --check $(PY)

@@ -89,9 +89,6 @@ if sys.platform == "win32":
             raise ctypes.WinError(ctypes.get_last_error())
         return msvcrt.open_osfhandle(handle, os.O_BINARY)
 
-    def make_private(fd: int) -> None:
-        """A folder of the user's is readable by nobody else."""
-
     def lock(fd: int, wait: bool = False) -> bool:
         """Lock a file until it is closed. False: another process has it."""
         exclusive, at_once, is_locked = 2, 1, 33
@@ -139,10 +136,10 @@ else:
         if code >= 0:
             return ""
         try:
-            name, said = signal.Signals(-code).name, (signal.strsignal(-code) or "").lower()
+            name, text = signal.Signals(-code).name, (signal.strsignal(-code) or "").lower()
         except ValueError:
             return f"signal {-code}"
-        return f"{name} ({'out of memory?' if code == KILLED else said})"
+        return f"{name} ({'out of memory?' if code == KILLED else text})"
 
     def crashed(code: int) -> bool:
         """Whether that was the fault of what it ran."""
@@ -161,12 +158,6 @@ else:
         """A descriptor to read and write a file, made if it is not there, which others may rename
         or remove meanwhile. A link is refused."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
-
-    def make_private(fd: int) -> None:
-        """Let nobody else read a file."""
-        if os.fstat(fd).st_mode & 0o077:
-            with suppress(PermissionError):  # a file system without modes
-                os.fchmod(fd, 0o600)
 
     def lock(fd: int, wait: bool = False) -> bool:
         """Lock a file until it is closed. False: another process has it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import oracle
 
 EPS32 = float(np.finfo(np.float32).eps)
 
@@ -80,6 +81,15 @@ def score_scale(q: np.ndarray, k: np.ndarray, bias: np.ndarray, factor: np.ndarr
     return float((terms * factor[:, None]).max() + np.abs(bias[:, seen]).max())
 
 
+def as_alpha(
+    rest: np.ndarray, logits: np.ndarray, cells: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What rest (g,) makes of alpha where approximate scores are exact ones; at f64 and at f32."""
+    exact = logits[:, cells].astype(np.float64)
+    plain = (oracle.rest(x, cells) for x in (logits.astype(np.float64), logits))
+    return tuple(oracle.kept(exact, r.astype(np.float64)) for r in (rest, *plain))
+
+
 def check_selection(
     got: np.ndarray, logits: np.ndarray, k: int, forced: list[int], top_p: float = 1.0
 ) -> None:
@@ -90,8 +100,6 @@ def check_selection(
     head the order is that of the logits, so the set is exact; summed scores (g > 1) may differ by
     the rounding of exp and of the sum.
     """
-    import oracle
-
     can = oracle.selectable(logits)
     n_sel = min(max(k, len(forced)), int(can.sum()))
     if top_p < 1:
@@ -118,8 +126,6 @@ def _top_p_size(
     got: np.ndarray, logits: np.ndarray, n_max: int, forced: list[int], top_p: float
 ) -> int:
     """How many cells top_p keeps: as `got` has it, where rounding may make it that number."""
-    import oracle
-
     heads = oracle.softmax_of_heads(logits.astype(np.float64))
     mass = heads.sum(axis=0) / max(len(heads), 1)
     free = np.setdiff1d(got, forced)

@@ -36,18 +36,15 @@ def list_command(as_json: bool) -> None:
     from pyorch.models import cache, synth
 
     known = [cards.load(name) for name in cards.names()]
-    parts = cache.unfinished()
-    left = {repo: sum(p.stat().st_size for p in paths) for repo, paths in parts.items()}
-    here = []
-    for m in cache.models(note):
-        if m.complete:
-            here.append(m)
-        else:
+    cached = cache.models(note)
+    here = [m for m in cached if m.complete]
+    left: dict[str, int] = {}
+    for m in cached:
+        if not m.complete:
             left[m.repo] = left.get(m.repo, 0) + m.n_bytes
     if as_json:
-        cached = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
-        result = {"models": [asdict(c) for c in known], "cached": cached, "unfinished": left}
-        print_json(result)
+        rows = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
+        print_json({"models": [*map(asdict, known)], "cached": rows, "unfinished": left})
         return
     width = max(len(c.name) for c in known) + 2
     arch = max(len(c.architecture) for c in known) + 1
@@ -87,8 +84,8 @@ def table_command() -> None:
 
 def _expected(c: cards.Card, n_pos: int) -> str:
     """The share of K and V in what a dense token reads, and the speed-up to expect."""
-    if c.latent or n_pos > c.n_ctx:
-        return "dense" if c.latent else "-"
+    if c.n_latent or n_pos > c.n_ctx:
+        return "dense" if c.n_latent else "-"
     p = Prediction(c.geometry, parse_spec(c.settings), n_pos)
     return f"{100 * p.share:.0f} %, {p.speedup:.2f}x"
 
@@ -110,7 +107,12 @@ def show_command(name: str) -> None:
 
     Evidence is from papers, with their split of the ratio, unless it names docs/quality.md.
     """
-    c = _of_file(Path(name)) if Path(name).is_file() else cards.load(name)
+    from pyorch.models.content import card_of
+
+    c = card_of(Path(name)) if Path(name).is_file() else cards.load(name)
+    if c is None:
+        hint = f"sparq-cpp explain --model {name} shows what its header says"
+        raise SparqError(f"{name}: no card knows a file of this content", hint)
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"
     experts = f" in each of {c.n_expert} experts" if c.n_expert > 1 else ""
     gguf = f"hf:{c.gguf}:{c.quant}"
@@ -150,17 +152,6 @@ def _known(file: cards.File) -> str:
     return f"{file.name} ({human_bytes(file.n_bytes)}, sha256 {file.sha256[:12]}..{origin})"
 
 
-def _of_file(path: Path) -> cards.Card:
-    """The card that knows the content of a file."""
-    from pyorch.models.content import card_of
-
-    card = card_of(path)
-    if card is None:
-        hint = f"sparq-cpp explain --model {path} shows what its header says"
-        raise SparqError(f"{path}: no card knows a file of this content", hint)
-    return card
-
-
 @command.command("rm")
 @click.argument("spec", metavar="NAME|SPEC")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
@@ -183,22 +174,13 @@ def rm_command(spec: str, yes: bool) -> None:
         named = replace(named, quant="")
     here = [m for m in cache.models(note) if m.repo == named.repo]
     chosen = [m for m in here if pull.is_named(named, m.name)]
-    whole = not named.file and not named.quant
-    parts = cache.unfinished().get(named.repo, []) if whole else []
-    if not chosen and not parts:
+    if not chosen:
         hint = ", ".join(m.spec for m in here) or "sparq-cpp models list shows what is"
         raise SparqError(f"{spec} is not in the cache", hint)
-    names = [m.name for m in chosen] + ["unfinished downloads"] * bool(parts)
-    what = f"{', '.join(names)} of {named.repo}"
-    if named.package:
-        remove_files(chosen[0].paths, what, yes)
-        return
-    n_parts = sum(p.stat().st_size for p in parts)
-    what += f" ({human_bytes(sum(m.n_bytes for m in chosen) + n_parts)})"
+    n_bytes = sum(m.n_bytes for m in chosen)
+    what = f"{', '.join(m.name for m in chosen)} of {named.repo} ({human_bytes(n_bytes)})"
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
-    for part in parts:
-        part.unlink()
-    print_freed(n_parts + cache.remove([p for m in chosen for p in m.paths]))
+    print_freed(cache.remove([path for m in chosen for path in m.paths]))
 
 
 def _rm_synthetic(yes: bool) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,10 +38,33 @@ if prctl:
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-_STAMP = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?")  # 0.00.009.528 E text
+_LINE = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?(.*)")  # 0.00.009.528 E text
 _PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh):\d+: ")  # in the source
 # of these, a place in the source begins what ggml_abort() says, whatever that is
 _FATAL = re.compile(rf"GGML_ASSERT|what\(\):|^error[: ]|CUDA error|RPC server|{_PLACE.pattern}")
+
+
+@contextmanager
+def reserved(host: str, port: int) -> Iterator[tuple[str, int]]:
+    """Keep the port, or any free one for 0, while the model is made ready. Nobody is answered yet:
+    it does not listen. Yields the address that a name stands for, and the port.
+
+    Raises:
+        SparqError: it cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as llama-server does
+        try:
+            addresses = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+            place.bind((address := str(addresses[0][4][0]), port))
+        except (OSError, UnicodeError) as e:
+            hint = "--host takes an address of this machine, 127.0.0.1 or 0.0.0.0"
+            if isinstance(e, OSError) and e.errno == errno.EADDRINUSE:
+                hint = "another program listens there: --port 0 takes a free one"
+            reason = getattr(e, "strerror", None) or e
+            raise SparqError(f"cannot listen on {host}:{port}: {reason}", hint) from None
+        yield address, place.getsockname()[1]
 
 
 class Child:
@@ -180,37 +205,21 @@ class Child:
             hint = "the system does so when memory runs out: lower --ctx or --parallel"
             return SparqError(f"{self.name} was killed", hint)
         more = "" if self._show else f"run with -v to see what {self.name} says"
+        # the level and the text of each line; a copy, since a child of its own may still write
+        log = [_LINE.fullmatch(line) for line in list(self._log)]
+        lines = [(line[1], line[2].strip()) for line in log if line and line[2].strip()]
+        # With this line llama.cpp ended the program itself. What comes after it is what a debugger
+        # or the system says, and the last line before a signal of the CPU's is not about it.
+        fatal = next((text for _, text in lines if _FATAL.search(text)), "")
+        fatal = _PLACE.sub("", fatal.removeprefix("error: "))
         if system.died(code):
-            reason = f": {self._fatal()}" if self._fatal() else ""
             hint = f"{children.HINT}; {more}" if more else children.HINT
+            reason = f": {fatal}" if fatal else ""
             return SparqError(f"{self.name} {children.ended(code)}{reason}", hint)
-        reason = (self._reason() if code else "") or f"exit code {code}"  # 0: after -- -h
+        # While a model is loaded the first error is the cause of all others. Later ones are of
+        # requests, and the last is the nearest.
+        errors = [text for level, text in lines if level == "E"] or [text for _, text in lines[-1:]]
+        reason = fatal or (errors[-1 if self._ready else 0] if errors else "")
+        if not code or not reason:  # 0: after -- -h
+            reason = f"exit code {code}"
         return SparqError(f"{self.name} ended by itself: {reason}", more)
-
-    def _said(self) -> list[tuple[str | None, str]]:
-        """The lines of the log as (level, text), without the time."""
-        # a copy, since a child of its own may still write
-        lines = [(_STAMP.match(line), line) for line in list(self._log)]
-        return [(stamp[1], line[stamp.end() :].strip()) for stamp, line in lines if stamp]
-
-    def _fatal(self) -> str:
-        """The line with which llama.cpp ended the program, if it did so itself.
-
-        What comes after it is what a debugger or the system says, and the last line before a
-        signal of the CPU's has nothing to do with it.
-        """
-        fatal = next((text for _, text in self._said() if _FATAL.search(text)), "")
-        return _PLACE.sub("", fatal.removeprefix("error: "))
-
-    def _reason(self) -> str:
-        """The line of the log that tells most.
-
-        While a model is loaded the first error is the cause of all others. Later ones are of
-        requests, and the last is the nearest.
-        """
-        if fatal := self._fatal():
-            return fatal
-        errors = [text for level, text in self._said() if level == "E"]
-        if errors:
-            return errors[-1 if self._ready else 0]
-        return next((text for _, text in reversed(self._said()) if text), "")

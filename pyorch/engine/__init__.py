@@ -34,7 +34,7 @@ from pyorch.engine.document_file import Document, content
 from pyorch.engine.generation import Piece, generate
 from pyorch.engine.library import library
 from pyorch.engine.loading import Placement, load, load_model
-from pyorch.engine.model import Model, Session, Timings, Watch
+from pyorch.engine.model import Model, Session, Timings, Watcher
 from pyorch.engine.parallel import decode_each, prefill_each, rewind_each
 from pyorch.engine.sampling import Sampling
 from pyorch.engine.settings import (
@@ -45,6 +45,5 @@ from pyorch.engine.settings import (
     usable_cores,
 )
 from pyorch.engine.sparse import AttentionInfo
-from pyorch.engine.state import load_state, save_state
 from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
 from pyorch.ggml import NUMA

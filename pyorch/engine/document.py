@@ -231,7 +231,7 @@ def kept_path(session: Session, reading: Reading, template: ChatTemplate | None 
         str(parse_spec(info(session).spec).of_prompt),
         reading.system,
         reading.text,
-        *([template.given] if template and template.given else []),
+        *([template.identity] if template and template.identity else []),
     ]
     digest = hashlib.sha256("\0".join(about).encode("utf-8", errors="replace"))
     return paths.kept_texts() / f"{digest.hexdigest()[:16]}{document_file.SUFFIX}"
@@ -324,8 +324,8 @@ def check_model(
             "K and V are of one model: take that one, or read the text again",
         )
     if of.rope != _rotations(file, rope, n_ctx):
-        said = of.rope or "the model's own"
-        raise SparqError(f"{of.path}: read with other rotations: {said}", "--rope-* as then")
+        rope_then = of.rope or "the model's own"
+        raise SparqError(f"{of.path}: read with other rotations: {rope_then}", "--rope-* as then")
     if of.types != (names := (types[0].name, types[1].name)):
         type_k, type_v = of.types
         raise SparqError(
@@ -389,8 +389,8 @@ def _call(session: Session, name: str, *values: int | bytes) -> tuple[int, str]:
     with session.library.call() as call:
         n = function(session.ctx, *values, text, len(text))
     call.raise_if_it_came()
-    said = text.value.decode("utf-8", errors="replace")
+    output = text.value.decode("utf-8", errors="replace")
     if n < 0:
-        message, _, hint = said.partition("\n")
+        message, _, hint = output.partition("\n")
         raise SparqError(message, hint)
-    return n, said
+    return n, output

@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BufferedRWPair
 from typing import NoReturn
 
 from pyorch.engine.library import Library
@@ -78,18 +79,19 @@ def ask(endpoint: str) -> Worker:
     """
     host, _, port = parse_endpoint(endpoint).partition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as wire:
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = _question(wire, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
+        with (
+            socket.create_connection((host, int(port)), timeout=_ANSWER_S) as wire,
+            wire.makefile("rwb") as stream,
+        ):
+            hello = _answer(stream, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
             if hello[0] != _PROTOCOL:
                 raise SparqError(
                     f"the worker at {endpoint} speaks version {hello[0]}, and we {_PROTOCOL}",
                     "take the same version of sparq-cpp on all machines",
                 )
-            (n_devices,) = struct.unpack("<I", _question(wire, _DEVICE_COUNT, b"", 4))
-            memory = (
-                _question(wire, _DEVICE_MEMORY, struct.pack("<I", i), 16) for i in range(n_devices)
-            )
+            (n_devices,) = struct.unpack("<I", _answer(stream, _DEVICE_COUNT, b"", 4))
+            numbers = (struct.pack("<I", i) for i in range(n_devices))
+            memory = (_answer(stream, _DEVICE_MEMORY, number, 16) for number in numbers)
             free = sum(struct.unpack("<QQ", answer)[0] for answer in memory)
     except TimeoutError:
         raise SparqError(
@@ -104,19 +106,15 @@ def ask(endpoint: str) -> Worker:
     return Worker(endpoint, hello[3], free)
 
 
-def _question(wire: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:
+def _answer(stream: BufferedRWPair, command: int, request: bytes, n_answer: int) -> bytes:
     """Raises:
     OSError: the connection ended, or the answer has another size.
     """
-    wire.sendall(struct.pack("<BQ", command, len(request)) + request)
-    answer = b""
-    while len(answer) < 8 + n_answer:
-        piece = wire.recv(8 + n_answer - len(answer))
-        if not piece:
-            raise OSError("what listens there is not a worker of llama.cpp")
-        answer += piece
-        if len(answer) >= 8 and struct.unpack("<Q", answer[:8])[0] != n_answer:
-            raise OSError("what listens there is not a worker of llama.cpp")
+    stream.write(struct.pack("<BQ", command, len(request)) + request)
+    stream.flush()
+    answer = stream.read(8 + n_answer)
+    if len(answer) < 8 + n_answer or struct.unpack("<Q", answer[:8])[0] != n_answer:
+        raise OSError("what listens there is not a worker of llama.cpp")
     return answer[8:]
 
 
@@ -144,17 +142,14 @@ def on_loss(found: Library, endpoints: Sequence[str], end: Callable[[str], NoRet
     """
 
     def ending(text: bytes) -> None:
-        said = text.decode(errors="replace").strip()
-        gone = [e for e in endpoints if not _listens(e)]
-        if gone:
+        if gone := [e for e in endpoints if not _listens(e)]:
             end(f"the worker at {' and '.join(gone)} is gone")
-        if "RPC" in said:
+        if b"RPC" in text:
             end("the connection to a worker was lost")
 
     found.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(ending)  # kept alive
-    ggml = found.lib._lib
-    ggml.ggml_set_abort_callback.restype = ctypes.c_void_p
-    ggml.ggml_set_abort_callback(found.on_abort)
+    found.lib._lib.ggml_set_abort_callback.restype = ctypes.c_void_p
+    found.lib._lib.ggml_set_abort_callback(found.on_abort)
 
 
 def _listens(endpoint: str) -> bool:
@@ -185,29 +180,24 @@ def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
     Raises:
         SparqError: a worker cannot be reached, or the library has no RPC.
     """
-    ggml = found.lib._lib
-    pointer, text = ctypes.c_void_p, ctypes.c_char_p
+    ggml, pointer = found.lib._lib, ctypes.c_void_p
+    if not hasattr(ggml, "ggml_backend_rpc_add_server"):
+        raise SparqError("this library has no RPC", "sparq-cpp build --force")
     for name, result, arguments in (
-        ("ggml_backend_reg_by_name", pointer, [text]),
-        ("ggml_backend_reg_get_proc_address", pointer, [pointer, text]),
+        ("ggml_backend_rpc_add_server", pointer, [ctypes.c_char_p]),
         ("ggml_backend_reg_dev_count", ctypes.c_size_t, [pointer]),
         ("ggml_backend_reg_dev_get", pointer, [pointer, ctypes.c_size_t]),
     ):
         function = getattr(ggml, name)
         function.restype, function.argtypes = result, arguments
-    if not (rpc := ggml.ggml_backend_reg_by_name(b"RPC")):
-        raise SparqError("this library has no RPC", "sparq-cpp build --force")
-    address = ggml.ggml_backend_reg_get_proc_address(rpc, b"ggml_backend_rpc_add_server")
-    add_server = ctypes.CFUNCTYPE(pointer, text)(address)
     res: list[int] = []
     for endpoint in endpoints:
-        if endpoint not in found.workers:
+        if endpoint not in found.workers:  # it would not answer beside a connection
             ask(endpoint)
-            registered = add_server(endpoint.encode())
-            if not registered:
-                raise SparqError(f"the worker at {endpoint} has no devices")
-            found.workers[endpoint] = registered
-        one = found.workers[endpoint]
-        n = ggml.ggml_backend_reg_dev_count(one)
-        res += [ggml.ggml_backend_reg_dev_get(one, i) for i in range(n)]
+        worker = ggml.ggml_backend_rpc_add_server(endpoint.encode())
+        if not worker:
+            raise SparqError(f"the worker at {endpoint} has no devices", "restart it")
+        found.workers.add(endpoint)
+        n = ggml.ggml_backend_reg_dev_count(worker)
+        res += [ggml.ggml_backend_reg_dev_get(worker, i) for i in range(n)]
     return res

@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
+UNFINISHED = "an unfinished download"
+
+
 @dataclass(frozen=True)
 class CachedModel:
-    """A model of one or several files, in all cached revisions."""
+    """A model of one or several files, in all cached revisions; or what a killed download left."""
 
     repo: str  # or the package that it came in
-    name: str  # the name of the first file, with its folders
+    name: str  # the name of the first file, with its folders; or UNFINISHED
     n_bytes: int
-    paths: tuple[Path, ...]  # in the snapshots
+    paths: tuple[Path, ...]
     complete: bool = True  # whether a revision has all of its files
 
     @property
@@ -62,6 +65,8 @@ def models(say: Say = silent) -> list[CachedModel]:
     Args:
         say: called with a line for each model repository that huggingface-hub cannot read.
     """
+    from huggingface_hub import constants
+
     found = []
     scan = _scan()
     for warning in scan.warnings if scan else ():
@@ -69,6 +74,9 @@ def models(say: Say = silent) -> list[CachedModel]:
             say(f"left out of what is in the cache: {warning}")
     for repo in sorted(scan.repos if scan else (), key=lambda repo: repo.repo_id):
         found += _models_of(repo) if repo.repo_type == "model" else []
+    for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete")):
+        name = path.parent.parent.name.removeprefix("models--").replace("--", "/")
+        found.append(CachedModel(name, UNFINISHED, path.stat().st_size, (path,), complete=False))
     for package in filter(None, (cards.load(name).package for name in cards.names())):
         if (path := wheel.path_of(package)).is_file():
             size = path.stat().st_size
@@ -95,45 +103,39 @@ def _models_of(repo: CachedRepoInfo) -> list[CachedModel]:
     ]
 
 
-def unfinished() -> dict[str, list[Path]]:
-    """What killed downloads have left, by repository."""
-    from huggingface_hub import constants
-
-    found: dict[str, list[Path]] = {}
-    for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete")):
-        repo = path.parent.parent.name.removeprefix("models--").replace("--", "/")
-        found.setdefault(repo, []).append(path)
-    return found
-
-
 def remove(paths: Collection[Path]) -> int:
-    """Remove files of snapshots, and content that no other file refers to. A repository goes with
-    the last of its files.
+    """Remove files of models, and content that no other file refers to. A repository goes with the
+    last of its files.
 
     Returns:
         The number of bytes freed.
     """
-    if (scan := _scan()) is None:
-        return 0
-    repos, links, blobs = set(), set(), set()
-    for repo in scan.repos:
+    scan = _scan()
+    repos, links, blobs, others = set(), set(), set(), set(paths)
+    for repo in scan.repos if scan else ():
         files = {f for revision in repo.revisions for f in revision.files}
         gone = {f for f in files if f.file_path in paths}
+        others -= {f.file_path for f in gone}
         if gone and gone == files and not repo.repo_path.is_symlink():
             repos.add(repo.repo_path)
             continue
         links |= {f.file_path for f in gone}
         own = {f.blob_path for f in gone if f.blob_path.parent == repo.repo_path / "blobs"}
         blobs |= own - {f.blob_path for f in files - gone}
-    plan = replace(
-        scan.delete_revisions(),
-        repos=frozenset(repos),
-        snapshots=frozenset(links),
-        blobs=frozenset(blobs),
-    )
-    plan.execute()
-    left = _scan()
-    return scan.size_on_disk - (left.size_on_disk if left else 0)
+    freed = sum(path.lstat().st_size for path in others)
+    for path in others:  # unfinished, of a package, or of a repository that cannot be read
+        path.unlink()
+    if scan and (repos or links):
+        plan = replace(
+            scan.delete_revisions(),
+            repos=frozenset(repos),
+            snapshots=frozenset(links),
+            blobs=frozenset(blobs),
+        )
+        plan.execute()
+        left = _scan()
+        freed += scan.size_on_disk - (left.size_on_disk if left else 0)
+    return freed
 
 
 def drop(path: Path) -> None:
@@ -142,5 +144,4 @@ def drop(path: Path) -> None:
     repos = scan.repos if scan else ()
     files = [f for repo in repos for revision in repo.revisions for f in revision.files]
     content = {f.blob_path for f in files if f.file_path == path}
-    remove({f.file_path for f in files if f.blob_path in content})
-    path.unlink(missing_ok=True)  # of a package, or of a repository that cannot be read
+    remove({f.file_path for f in files if f.blob_path in content} | {path})

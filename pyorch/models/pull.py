@@ -24,6 +24,7 @@ from pyorch.progress import Progress, Say, progress_bar, silent
 from pyorch.text import human_bytes
 
 PREFERRED = "Q4_K_M"  # the preferred file if none is named
+BLOCK = 1 << 20  # bytes per update of a hash
 ANSWER_S = 10.0  # seconds that the hub has for its answer, before the cache alone is used
 
 _SPEC = re.compile(
@@ -178,11 +179,10 @@ def find(spec: Spec, say: Say = silent) -> Model:
             the user can choose; or a checksum differs from the card's.
     """
     if package := spec.package:
-        path = wheel.path_of(package)
-        n_bytes = package.wheel_bytes
-        here = path if path.is_file() else None
-        missing = 0 if here else n_bytes
-        file = HubFile(package.file, n_bytes, package.sha256, here, missing)
+        path, n_bytes = wheel.path_of(package), package.wheel_bytes
+        file = HubFile(package.file, n_bytes, package.sha256, path)
+        if not path.is_file():
+            file = replace(file, path=None, n_missing=n_bytes)
         return Model(spec, spec.revision, (file,))
     commit, files = _files(spec, lambda name: name.endswith(".gguf"), say)
     known = {f.name: f.sha256 for f in cards.load(spec.card).files} if spec.card else {}
@@ -220,13 +220,12 @@ def _files(spec: Spec, matches: Callable[[str], bool], say: Say) -> tuple[str, d
     from huggingface_hub import constants
 
     try:
-        if constants.HF_HUB_OFFLINE:
-            raise Unreachable(
-                f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE forbids "
-                "downloads",
-                "unset HF_HUB_OFFLINE",
-            )
-        commit, names = _listed(spec)
+        if not constants.HF_HUB_OFFLINE:
+            return _listed(spec, matches)
+        raise Unreachable(
+            f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE is set",
+            "unset HF_HUB_OFFLINE",
+        )
     except Unreachable as error:
         ref = spec.folder / "refs" / spec.revision
         commit = ref.read_text() if ref.is_file() else spec.revision
@@ -237,26 +236,10 @@ def _files(spec: Spec, matches: Callable[[str], bool], say: Say) -> tuple[str, d
         if not constants.HF_HUB_OFFLINE:
             say(f"{spec.repo}: the hub cannot be reached, so the cache is used as it is")
         return commit, {n: _cached(n, p) for n, p in paths.items() if matches(n)}
-    files = {}
-    for name, (n_bytes, sha256) in names.items():
-        if not matches(name):
-            continue
-        if not _is_safe(name):
-            raise SparqError(
-                f"{spec.repo}: refused: its file name {name!r} leads out of the cache",
-                "do not trust a repository with such a name",
-            )
-        path = spec.folder / "snapshots" / commit / name
-        blob = spec.folder / "blobs" / sha256  # another commit has it too
-        here = path.is_file() or (bool(sha256) and blob.is_file())
-        files[name] = HubFile(
-            name, n_bytes, sha256, path if path.is_file() else None, 0 if here else n_bytes
-        )
-    return commit, files
 
 
-def _listed(spec: Spec) -> tuple[str, dict[str, tuple[int, str]]]:
-    """The commit, and the sizes and checksums of its files by name, as the hub lists them."""
+def _listed(spec: Spec, matches: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+    """The commit, and those of its files that match, as the hub lists them."""
     from huggingface_hub import HfApi
 
     with explained(spec.repo, spec.revision):
@@ -267,8 +250,20 @@ def _listed(spec: Spec) -> tuple[str, dict[str, tuple[int, str]]]:
         raise SparqError(f"{spec.repo}: {commit!r} is not a commit", "does HF_ENDPOINT name a hub?")
     files = {}
     for s in info.siblings or ():
-        sha256 = s.lfs.sha256 if s.lfs else ""
-        files[s.rfilename] = s.size or 0, sha256 if _SHA256.fullmatch(sha256) else ""
+        name, n_bytes, sha256 = s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else ""
+        if not matches(name):
+            continue
+        if not _is_safe(name) or (sha256 and not _SHA256.fullmatch(sha256)):
+            raise SparqError(
+                f"{spec.repo}: refused: a file of the name {name!r} and the checksum {sha256!r}",
+                "do not trust a repository with such a file",
+            )
+        file = HubFile(name, n_bytes, sha256, spec.folder / "snapshots" / commit / name)
+        if not (file.path and file.path.is_file()):
+            blob = spec.folder / "blobs" / sha256  # it may be here for another commit
+            here = bool(sha256) and blob.is_file()
+            file = replace(file, path=None, n_missing=0 if here else n_bytes)
+        files[name] = file
     return commit, files
 
 
@@ -394,7 +389,7 @@ def _check_sums(model: Model, progress: Progress) -> None:
     for path, sha256 in known:
         digest = hashlib.sha256()
         with path.open("rb") as data:
-            while block := data.read(wheel.BLOCK):
+            while block := data.read(BLOCK):
                 digest.update(block)
                 done += len(block)
                 progress(done, total)

@@ -9,10 +9,8 @@ graphs that a step took over from the one before, and `info`, what our library s
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,34 +68,6 @@ def step(ctx: Context, at: int) -> np.ndarray:
     return np.concatenate([ctx.logits(i) for i in range(ctx.n_seq)])
 
 
-def document(ctx: Context, name: str, *args: object) -> None:
-    """Call `llama_sparse_document_NAME`.
-
-    Raises:
-        SpecError: the library refuses it.
-    """
-    function = getattr(bindings()._lib, f"llama_sparse_document_{name}")
-    function.restype = ctypes.c_int64
-    error = ctypes.create_string_buffer(1024)
-    if function(ctypes.c_void_p(ctx.handle), *args, error, ctypes.c_size_t(1024)) < 0:
-        raise SpecError(error.value.decode())
-
-
-def keep_and_open(ctx: Context, n: int) -> None:
-    """Keep the first `n` tokens of sequence 0 in a file, empty the cache, and open the file."""
-    kind = ctypes.create_string_buffer(1024)
-    n_kind = bindings()._lib.llama_sparse_document_kind
-    n_kind.restype = ctypes.c_int64
-    if n_kind(ctypes.c_void_p(ctx.handle), kind, ctypes.c_size_t(1024)) < 0:
-        raise SpecError(kind.value.decode())
-    with tempfile.TemporaryFile() as file:
-        where, size = (0, file.fileno(), ctypes.c_uint64(0)), ctypes.c_uint32(n)
-        document(ctx, "write", *where, size, ctypes.c_uint32(0), size)
-        document(ctx, "write_shadow", *where, size)
-        ctx.clear(True)
-        document(ctx, "open", *where, size, size, kind)
-
-
 def run(
     model: Model,
     spec: str = "",
@@ -127,7 +97,7 @@ def run(
             assert ctx.encode(source) == 0, log_text()
         read(ctx, n - N_QUESTION)
         if keep:
-            keep_and_open(ctx, n - N_QUESTION)
+            ctx.reopen(n - N_QUESTION)
         read(ctx, n, n - N_QUESTION)
         if spec:
             ctx.reset_counters()

@@ -17,12 +17,11 @@ from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
 from pyorch.cli.options import LoadOptions
 from pyorch.engine.gpus import Gpu
-from pyorch.engine.settings import batch_size, settings_for
+from pyorch.engine.settings import settings_for
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
 from pyorch.models.gguf_file import read_gguf
-from pyorch.text import human_bytes
 
 Run = Callable[..., Any]
 F16 = (CACHE_TYPES["f16"], CACHE_TYPES["f16"])
@@ -160,29 +159,3 @@ def test_a_gpu_is_asked_by_a_process_of_its_own() -> None:
     with pytest.raises(SparqError) as e:
         gpu.apart(os.abort)
     assert e.value.hint
-
-
-def card_row(n_gib: int, name: str) -> str:
-    """A row of docs/gpu.md, of the weights and the geometry on a model's card."""
-    card = cards.load(name)
-    geo = card.geometry
-    free = int(0.95 * n_gib * 2**30) - MARGIN - geo.weight_bytes
-
-    def made(n_pos: int) -> tuple[dict[int, int], tuple[int, ...]]:
-        one = Cache(geo, parse_spec("sparq,ratio=1/8"), F16, n_pos, batch_size(n_pos))
-        return one.layer_bytes(), one.in_memory(free, geo.kv_layers)
-
-    longest = max(n for n in range(1024, N_POS + 1, 1024) if not made(n)[1])
-    sizes, stay = made(N_POS)
-    size, there = human_bytes(geo.weight_bytes), len(sizes) - len(stay)
-    rest = human_bytes(sum(sizes[il] for il in stay))
-    row = (f"{n_gib} GB", card.title, size, f"{longest:,}", f"{there} of {len(sizes)}", rest)
-    return f"| {' | '.join(row)} |"
-
-
-@pytest.mark.parametrize(
-    ("n_gib", "name"), [(8, "llama3.1-8b"), (12, "llama3.1-8b"), (24, "qwen3.6-27b")]
-)
-def test_the_cards_of_the_docs(n_gib: int, name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text("utf-8")
-    assert card_row(n_gib, name) in page.splitlines()

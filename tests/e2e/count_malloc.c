@@ -1,4 +1,4 @@
-// Counts the allocations of a process, for test_soak.py: loaded before the C library (LD_PRELOAD; glibc).
+// Counts the allocations of a process, for test_memory.py: loaded before the C library (LD_PRELOAD; glibc).
 
 #include <errno.h>
 #include <stdatomic.h>

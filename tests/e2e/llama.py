@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import ModuleType
 from typing import Any
 
@@ -366,6 +367,31 @@ class Context:
         text = ctypes.create_string_buffer(size)
         call(*args, text, size)
         return json.loads(text.value)
+
+    def document(self, name: str, *args: object) -> tuple[int, bytes]:
+        """What `llama_sparse_document_NAME` returns, and its text.
+
+        Raises:
+            SpecError: the library refuses it.
+        """
+        function = getattr(bindings()._lib, f"llama_sparse_document_{name}")
+        function.restype, text = c_int64, ctypes.create_string_buffer(1024)
+        result = function(c_void_p(self.handle), *args, text, c_size_t(1024))
+        if result < 0:
+            raise SpecError(text.value.decode())
+        return result, text.value
+
+    def reopen(self, n: int) -> None:
+        """Write the first `n` positions of sequence 0 as a document, forget all, and open it."""
+        kind, size = self.document("kind")[1], ctypes.c_uint32(n)
+        with TemporaryFile() as file:
+            where = c_int32(0), c_int32(file.fileno()), ctypes.c_uint64(0), size
+            self.document("write", *where, ctypes.c_uint32(0), size)
+            self.document("write_shadow", *where)
+            file.truncate(self.document("bytes", size)[0])
+            self.clear(True)
+            mapped, _ = self.document("open", *where, size, c_char_p(kind))
+            assert mapped == 0, "copied, not mapped"
 
     def reset_counters(self) -> None:
         bindings()._lib.llama_sparse_attn_reset_counters(self.handle)

@@ -22,6 +22,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 
 import oracle
+from cases import GROUP, visible_of
 from ggml_ctypes import (
     AttendParams,
     Ggml,
@@ -33,13 +34,13 @@ from ggml_ctypes import (
     TensorPtr,
 )
 from llama import bindings
-from tolerances import Errors, check_selection, score_scale
+from tolerances import Errors, as_alpha, check_selection, score_scale
 
-from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELECT, VISIBLE, sources
+from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELECT, VISIBLE
 from pyorch.native.slots import source_of as _source
 from pyorch.native.tensor import Tensor, floats, view
 
-GROUP, RUN = 64, 512  # GGML_SPARSE_GROUP, GGML_SPARSE_RUN
+RUN = 512  # GGML_SPARSE_RUN
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 
@@ -47,12 +48,6 @@ def read(t: Tensor) -> np.ndarray:
     """View of a tensor in host memory, numpy axes; bf16, q8_0 and q4_0 as a copy in f32."""
     stored = view(t)
     return stored if stored.dtype not in (np.uint8, np.uint16) else floats(stored, t.type)
-
-
-def bits(t: Tensor) -> np.ndarray:
-    """(bytes,) view of the memory of a contiguous row-major tensor, to write to."""
-    size = t.nb[3] * t.ne[3]
-    return np.frombuffer((ctypes.c_char * size).from_address(t.data), np.uint8)
 
 
 def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -166,28 +161,16 @@ class Watch:
             self.sealed += int((read(_source(t, "list")) >= 0).sum())
             if v_sum := _source(t, "v_sum"):
                 self.addresses |= {"v_sum": v_sum.data, "v_sum_stride": v_sum.nb[1]}
-        elif step == VISIBLE:
-            self._visible(t)
-        elif step == SCORE:
-            self._score(t)
-        elif step == SELECT:
-            self._select(t)
-        elif step == SCORE_SELECT:
-            self._score_select(t)
-        elif step == ATTEND:
-            self._attend(t)
         else:
-            assert step == PREFILL
-            self._prefill(t)
+            steps = {VISIBLE: self._visible, SCORE: self._score, SELECT: self._select}
+            steps |= {SCORE_SELECT: self._score_select, ATTEND: self._attend}
+            (steps | {PREFILL: self._prefill})[step](t)
 
     def _visible(self, t: Tensor) -> None:
         if not self.checks:
             return
-        seen = ~np.isneginf(read(_source(t, "mask"))[:, 0])
-        counts = np.add.reduceat(seen, np.arange(0, seen.shape[2], GROUP), axis=2, dtype=np.int32)
-        assert np.array_equal(read(t)[:, 0], counts), (
-            "VISIBLE counts other positions than the mask shows"
-        )
+        counts = visible_of(read(_source(t, "mask")))
+        assert np.array_equal(read(t), counts), "VISIBLE counts other positions than the mask shows"
 
     def _score_select(self, t: Tensor) -> None:
         """SELECT(SCORE(..)) of the same sources: SCORE is computed here, then both are checked."""
@@ -195,12 +178,11 @@ class Watch:
         with self._ggml.graph() as g:
             names = ("q", "k", "k_t", "sealed", "mask", "wanted", "k_range")
             given = {name: _leaf(g, _source(t, name)) for name in names}
-            given["visible"] = g.op("ggml_sparse_attn_visible", given["mask"])
-            score = g.op("ggml_sparse_attn_score", sources(**given), p.score)
+            given["visible"] = visible_of(read(_source(t, "mask")))
+            score = g.node("score", p.score, **given)
             g.compute(score)
             self._score(score.contents)
-            given["logits"] = score
-            select = g.op("ggml_sparse_attn_select", sources(**given), p.select)
+            select = g.node("select", p.select, **given | {"logits": score})
             select.contents.data = t.data
             self._select(select.contents)
             self._selections[ctypes.addressof(t)] = self._selections.pop(
@@ -322,9 +304,7 @@ class Watch:
             )
             check_selection(cells, lh, min(k, p.topk_max), must)
             if p.rest:
-                exact = lh[:, cells].astype(np.float64)
-                left = (rest, oracle.rest(lh.astype(np.float64), cells), oracle.rest(lh, cells))
-                errors.add(*(oracle.kept(exact, x.astype(np.float64)) for x in left), 1.0)
+                errors.add(*as_alpha(rest, lh, cells), 1.0)
             else:
                 assert np.isneginf(rest).all(), "rest without being asked for"
         errors.check()
@@ -356,9 +336,8 @@ class Watch:
             n_sel, n_seen = read(sel)[..., 0], (~hidden).sum(axis=2)[..., None]
             record.n_read = int(np.where(n_sel == READS_ALL, n_seen, n_sel).sum())
         self.attends.append(record)
-        if not self.checks:
-            return
-        self._compare(t, p, range(n_tok), sinks, sel)
+        if self.checks:
+            self._compare(t, p, range(n_tok), sinks, sel)
 
     def _prefill(self, t: Tensor) -> None:
         n_tok = read(_source(t, "q")).shape[1]
@@ -410,23 +389,10 @@ class Watch:
                 assert not hidden[s, tok, cells].any(), "a hidden cell was selected"
                 cells = np.searchsorted(seen, cells)
             sink = None if sinks is None else read(sinks)[0, 0, 0, heads]
-            results = []
-            for dtype in (np.float64, np.float32):
-                y = oracle.attend(
-                    qh,
-                    kh,
-                    vh,
-                    bias,
-                    p.scale,
-                    p.softcap,
-                    cells,
-                    None if sink is None else sink.astype(dtype),
-                    dtype,
-                    chain,
-                    rest,
-                )
-                results.append(y)
-            errors.add(got[s, tok, heads], *results, scale=float(np.abs(vh).max(initial=0)))
+            args = (qh, kh, vh, bias, p.scale, p.softcap, cells, sink)
+            size = float(np.abs(vh).max(initial=0))
+            more = {"chain": chain, "rest": rest}
+            errors.compare(got[s, tok, heads], size, oracle.attend, *args, **more)
         errors.check()
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import numpy as np
 from llama import Context, Model, SpecError, bindings, crossed, keep_log
@@ -60,7 +59,7 @@ def main() -> None:
             assert ctx.set_state(ctx.get_state()) > 0
             sealed = ctx.info()["counters"]["groups_sealed"] - before
         if reopened:
-            reopen(ctx, N_PROMPT)
+            ctx.reopen(N_PROMPT)
         for i in range(N_DECODE):
             log = keep_log()
             batch = [(5 + i, N_PROMPT - 70 * seq + i, seq) for seq in range(n_seq)]
@@ -77,29 +76,6 @@ def main() -> None:
     result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
     result["crossed"] = crossed(log)
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
-
-
-def reopen(ctx: Context, n: int) -> None:
-    """Write the `n` positions of sequence 0 as a document, forget them, and open it."""
-    lib, text = bindings()._lib, ctypes.create_string_buffer(1024)
-    n_pos, seq = ctypes.c_uint32(n), ctypes.c_int32(0)
-
-    def call(name: str, *values: object) -> int:
-        function = getattr(lib, f"llama_sparse_document_{name}")
-        function.restype = ctypes.c_int64
-        result = function(ctypes.c_void_p(ctx.handle), *values, text, ctypes.c_size_t(1024))
-        assert result >= 0, text.value
-        return result
-
-    with TemporaryFile() as file:
-        where = seq, ctypes.c_int32(file.fileno()), ctypes.c_uint64(0), n_pos
-        call("kind")
-        kind = text.value
-        call("write", *where, ctypes.c_uint32(0), n_pos)
-        call("write_shadow", *where)
-        file.truncate(call("bytes", n_pos))
-        assert ctx.seq_rm(0)
-        assert call("open", *where, n_pos, ctypes.c_char_p(kind)) == 0, "copied, not mapped"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -11,14 +10,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import c_int32, c_uint32, c_uint64
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny as tiny_models
-from llama import Context, Model, bindings, from_child
+from llama import Context, Model, from_child
 from quick import pairwise
 from test_engine import n_wrong
 from tiny_gguf import text_of, write_tiny_gguf
@@ -222,12 +221,8 @@ def test_a_document_holds_nothing_of_another_sequence(
             path = tmp_path / f"{beside}"
             with path.open("wb") as file:
                 where = c_int32(0), c_int32(file.fileno()), c_uint64(0), c_uint32(n)
-                text = ctypes.create_string_buffer(512), c_size_t(512)
-                write = bindings()._lib.llama_sparse_document_write
-                finish = bindings()._lib.llama_sparse_document_write_shadow
-                at = c_void_p(ctx.handle)
-                assert write(at, *where, c_uint32(0), c_uint32(n), *text) == 0
-                assert finish(at, *where, *text) == 0
+                ctx.document("write", *where, c_uint32(0), c_uint32(n))
+                ctx.document("write_shadow", *where)
             images.append(path.read_bytes())
             assert ctx.seal() >= 0 and ctx.check_shadow() == 0
     assert images[0] == images[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import subprocess
 import sys
 from ctypes import c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
@@ -13,9 +12,7 @@ from tempfile import TemporaryFile
 import pytest
 import tiny as tiny_models
 from c_library import compiled
-from llama import Context, Model, bindings, from_child, python_environment
-
-from pyorch import paths
+from llama import Context, Model, bindings, from_child
 
 SPEC = b"sparq,rank=8,topk=64,min_ctx=0"
 N = 200
@@ -32,8 +29,7 @@ def main(path: Path) -> None:
         where = seq, c_int32(file.fileno()), c_uint64(0), n
         ctx.set_sparse(SPEC.decode())
         assert ctx.decode([(5 + i % 90, i, 0) for i in range(N)]) == 0
-        kind = ctypes.create_string_buffer(1024)
-        lib.llama_sparse_document_kind(at, kind, size)
+        _, kind = ctx.document("kind")
 
         def cases():
             yield "llama_sparse_attn_parse", c_int32, (SPEC, err, size)
@@ -52,7 +48,7 @@ def main(path: Path) -> None:
             yield "llama_sparse_document_write", c_int64, args
             yield "llama_sparse_document_write_shadow", c_int64, (at, *where, err, size)
             assert ctx.seq_rm(0)
-            args = at, *where, n, c_char_p(kind.value), err, size
+            args = at, *where, n, c_char_p(kind), err, size
             yield "llama_sparse_document_open", c_int64, args
             yield "llama_sparse_measure_begin", c_void_p, (at,)
             assert ctx.decode([(7, N, 0)], "all") == 0
@@ -87,35 +83,6 @@ def test_no_memory_is_an_error(tmp_path: Path) -> None:
         assert result["works"], f"{name} works once there is memory: {result['said']}"
     said = {name for name, result in found.items() if any(result["failed"])}
     assert set(found) == said, "each of them allocates something"
-
-
-REPLY = """
-#include "llama-sparse-tools.h"
-#include "llama-sparse.h"
-#include <cstdio>
-int main(int, char ** argv) {
-    llama_model   * model = llama_model_load_from_file(argv[1], llama_model_default_params());
-    llama_context * ctx   = llama_init_from_model(model, llama_context_default_params());
-    llama_set_sparse_attn(ctx, "dense", nullptr, 0);
-    printf("%zu %zu", llama_sparse_reply(ctx, 0).size(), llama_sparse_reply(ctx, 99).size());
-}
-"""
-
-
-def test_a_reply_that_nothing_is_known_of_is_empty(tmp_path: Path, unpacked) -> None:
-    """It lost the last character of an empty text, and was 2^64 - 1 long."""
-    model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=2)
-    env = python_environment()
-    lib = env["LLAMA_CPP_LIB_PATH"]
-    (tmp_path / "reply.cpp").write_text(REPLY)
-    argv = ["c++", "-std=c++17", f"-I{paths.data('ggml_ops')}/llama", f"-I{unpacked('include')}"]
-    argv += [f"-I{unpacked('ggml/include')}", f"{tmp_path}/reply.cpp", "-o", f"{tmp_path}/r"]
-    argv += [f"-L{lib}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{lib}"]
-    subprocess.run(argv, check=True)
-    done = subprocess.run([tmp_path / "r", model], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-1000:]
-    known, unknown = map(int, done.stdout.split())
-    assert known > 10 and unknown == 0
 
 
 if __name__ == "__main__":

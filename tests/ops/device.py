@@ -13,7 +13,6 @@ import weakref
 from ctypes import c_bool, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 
-import numpy as np
 import pytest
 from ggml_ctypes import Buffer, Ggml, Tensor, TensorPtr, _library
 
@@ -114,11 +113,3 @@ def _reach(t) -> list:
 def _inside(buffer: Buffer, address: int | None) -> bool:
     first = buffer.raw.ctypes.data
     return address is not None and first <= address < first + len(buffer.raw)
-
-
-def nmse(got: np.ndarray, want: np.ndarray) -> float:
-    """Squared error over squared size, where `want` is finite; -inf must be in the same places."""
-    finite = np.isfinite(want)
-    assert np.array_equal(np.isfinite(got), finite), "-inf or NaN in other places"
-    a, b = got[finite].astype(np.float64), want[finite].astype(np.float64)
-    return float(((a - b) ** 2).sum() / max((b**2).sum(), 1e-30))

@@ -10,7 +10,7 @@ import pytest
 from cases import BLOCKS, GROUP, SUM, Case, row_bytes
 from ggml_ctypes import STATS, Ggml, SealParams, SelectParams
 from graphs import Selection, Sources
-from tolerances import EPS32, Errors, check_selection, score_scale
+from tolerances import EPS32, Errors, as_alpha, check_selection, score_scale
 
 QUICK = cases.quick_cases()
 SLOW = [pytest.param(c, marks=pytest.mark.slow) for c in cases.slow_cases()]
@@ -64,16 +64,6 @@ def check_scores(data: cases.Data, logits: dict) -> None:
             args = (q, k, b.bias, case.scale, case.softcap, kept)
             errors.compare(b.of(got), size, oracle.logits_of, *args)
     errors.check()
-
-
-def as_alpha(
-    rest: np.ndarray, logits: np.ndarray, cells: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What rest (g,) makes of alpha where approximate scores are exact ones; at f64 and at f32."""
-    exact = logits[:, cells].astype(np.float64)
-    plain = (oracle.rest(x, cells) for x in (logits.astype(np.float64), logits))
-    got, want, plain = (oracle.kept(exact, r.astype(np.float64)) for r in (rest, *plain))
-    return got, want, plain
 
 
 def check_select(data: cases.Data, logits: np.ndarray, chosen: Selection) -> None:

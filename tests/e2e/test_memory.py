@@ -1,8 +1,7 @@
-"""Many tokens (soak.py): memory stays as it is, and so does what is computed. Nothing per token."""
+"""Memory: nothing is allocated per token, and pages of the shadow come when they are written."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,9 +10,6 @@ from c_library import compiled
 from llama import Context, Model, from_child
 from server import resident
 from tiny import write
-
-SCRIPT = Path(__file__).with_name("soak.py")
-N_TOKENS = int(os.environ.get("SPARQ_SOAK_TOKENS", "100000"))
 
 # Allocations of each decoded token, by spec; the growth of the cache's view makes a new graph.
 COUNT = """
@@ -49,20 +45,6 @@ SPECS = (
 )
 
 
-@pytest.mark.slow
-def test_soak_stays_equal() -> None:
-    report = from_child(SCRIPT, "--tokens", N_TOKENS, "--sample", 1000, timeout=None)
-    assert report["tokens"] >= N_TOKENS and report["samples"] >= N_TOKENS // 1000 - 4
-    assert report["shifts"] > N_TOKENS // 1000 and report["cuts"] > N_TOKENS // 500
-
-
-@pytest.mark.slow
-def test_soak_does_not_grow() -> None:
-    report = from_child(SCRIPT, "--tokens", N_TOKENS, "--sample", 0, "--threads", 2, timeout=None)
-    assert report["tokens"] >= N_TOKENS
-    assert max(report["grown_kib"].values()) < 256, report
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
     """Then its pages lie in their part of a NUMA machine: making it must not write to it."""
@@ -77,7 +59,7 @@ def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts with glibc's functions")
 def test_sparse_attention_allocates_nothing_per_token(tiny: Path, tmp_path: Path) -> None:
     """llama.cpp allocates for each token; with sparse attention it is not one call more."""
-    library = compiled(SCRIPT.with_name("count_malloc.c"), tmp_path / "count_malloc.so")
+    library = compiled(Path(__file__).with_name("count_malloc.c"), tmp_path / "count_malloc.so")
     found = from_child("-c", COUNT, tiny, *SPECS, LD_PRELOAD=str(library))
     assert found["off"][0] > 10
     assert all(found[spec] == found["off"] for spec in SPECS), found
