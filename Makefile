@@ -102,6 +102,7 @@ lint: $(DEV)            ## what the style asks, without changing anything
 	$(RUN)/ruff check $(PY) && $(RUN)/ruff format --check $(PY)
 	$(RUN)/mypy
 	$(RUN)/python -m pyorch.native.cpp_style --check $(CPP)
+	! grep -nE '^.{161}' $(CPP)
 
 fmt: $(DEV)             ## bring Python and C++ to that style
 	$(RUN)/ruff check --fix $(PY) && $(RUN)/ruff format $(PY)
