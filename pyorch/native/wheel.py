@@ -1,9 +1,5 @@
 """Makes wheels that need no compiler where they are installed: `make wheels`.
 
-python -m pyorch.native.wheel dist               # all of `TARGETS`
-python -m pyorch.native.wheel dist linux-x86_64  # one
-python -m pyorch.native.wheel dist cuda [90]     # that of sparq-cpp-cuda (cuda_wheel.py)
-
 A wheel is the package of Python and, in `pyorch/_built`, what a native build puts into the cache:
 the libraries, the tools and the bindings. Only the backend of the CPU is there many times, once for
 each set of instructions (llama.cpp's GGML_CPU_ALL_VARIANTS); `pyorch/native/carried.py` takes the
@@ -23,7 +19,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -134,25 +129,6 @@ TARGETS = {
 }
 # Zig knows the instruction sets of Arm by other names than the compilers for which cmake is made.
 _ARM = r"s/^-march=armv([0-9])\.?([0-9]*)-a/-mcpu=generic+v\1_\2a/; s/_a/a/; s/[+]fp16/+fullfp16/"
-
-
-def main() -> None:
-    """Make the wheels that the command line names; all of `TARGETS` if it names none."""
-    from pyorch.native import cuda_wheel
-
-    into, names = paths.expanded(sys.argv[1]).absolute(), sys.argv[2:]
-    for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"):  # they would make another wheel
-        os.environ.pop(name, None)
-    try:
-        if names[:1] == ["cuda"]:
-            print(cuda_wheel.make(into, tuple(names[1:]) or cuda_wheel.ARCHS))
-        else:
-            for name in names or TARGETS:
-                print(make(name, into))
-    except metadata.PackageNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed\nhint: make wheels or wheel-cuda does it")
-    except SparqError as error:
-        sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
 
 def make(name: str, into: Path) -> Path:
@@ -377,7 +353,3 @@ class Zig:
         done = children.run(full)
         if done.returncode:
             raise SparqError(f"{argv[-1]}: {children.reason(done)}", "another version of ziglang?")
-
-
-if __name__ == "__main__":
-    main()
