@@ -296,14 +296,18 @@ def test_another_layout_is_another_transposed_k(tiny: Path, book: Path) -> None:
 # ---- interrupted ----
 
 
+def interrupt(done: int, _: int) -> None:
+    if done >= 640:
+        raise KeyboardInterrupt
+
+
 def test_an_interrupted_reading_goes_on(tiny: Path, tmp_path: Path, book: Path) -> None:
     path, done = tmp_path / "d.kv", []
     with engine.load(tiny, attention=SPARSE, n_batch=64) as s:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(document, "PIECE", 256)
             with pytest.raises(KeyboardInterrupt):
-                stop: Callable[[], bool] = lambda: len(s.tokens) >= 640  # noqa: E731
-                engine.read_document(s, path, reading(), should_stop=stop)
+                engine.read_document(s, path, reading(), progress=interrupt)
             assert not path.exists()
             engine.rewind(s, 0)
             engine.read_document(s, path, reading(), progress=lambda a, _: done.append(a))
@@ -350,8 +354,7 @@ def test_another_text_begins_anew(tiny: Path, tmp_path: Path) -> None:
     with engine.load(tiny, attention=SPARSE, n_batch=64) as s:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(document, "PIECE", 256)
-            stop: Callable[[], bool] = lambda: len(s.tokens) >= 640  # noqa: E731
-            engine.read_document(s, path, reading(), should_stop=stop)
+            engine.read_document(s, path, reading(), progress=interrupt)
         other = reading(seed=3)
         engine.read_document(s, path, other, progress=lambda a, _: seen.append(a))
         assert seen[0] == 0
