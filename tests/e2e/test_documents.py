@@ -159,20 +159,6 @@ def test_the_file_stays_as_it_is(tiny: Path, book: Path) -> None:
     document_file.verify(document_file.load(book))
 
 
-def test_several_documents_in_one_context(tiny: Path, tmp_path: Path) -> None:
-    found, wanted = [], []
-    with engine.load(tiny, attention=SPARSE, n_ctx=2048) as s:
-        for i in range(2):
-            text = reading(900 + 200 * i, seed=i)
-            found.append(engine.read_document(s, tmp_path / f"{i}.kv", text))
-            wanted.append(continued(s)[0])
-    with engine.load(tiny, attention=SPARSE, n_ctx=2048, n_sequences=2) as s:
-        for seq in (1, 0):
-            open_as(s, found[seq], seq)
-        assert s.lib.llama_memory_seq_pos_max(s.memory, 1) == found[1].n_tokens - 1
-        assert continued(s)[0] == wanted[0]
-
-
 def test_a_copy_of_a_sequence_that_waits_does_not_overwrite_a_document(
     tiny: Path, book: Path
 ) -> None:

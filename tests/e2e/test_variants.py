@@ -99,7 +99,6 @@ ARCHITECTURES = [
     ("llama", {"n_head": 2, "n_head_kv": 1, "head_dim": 256}, ALL),
     ("mpt", {"n_head_kv": 4}, ALL),
     ("mpt", {"n_head": 6, "n_head_kv": 2}, ALL),  # ALiBi, heads that are no power of two
-    ("openelm", {}, ALL),  # heads differ from layer to layer
     ("deepseek2-unpacked", {}, ALL),  # longer keys than values
     ("gemma2", {}, [1, 3]),  # the others have a sliding window
     ("gpt-oss", {}, [1, 3]),
