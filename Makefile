@@ -63,7 +63,7 @@ build: $(STAMP)         ## the patched library and its Python bindings
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --editable .
+	$(RUN)/python -m pip install --quiet --editable '.[build]'
 	@rm -f $(VENV)/stamp-* && touch $@
 
 $(DEV): $(STAMP)

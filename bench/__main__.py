@@ -6,8 +6,8 @@ from pkgutil import resolve_name
 
 import click
 
-from bench import runner
 from pyorch.cli import run
+from pyorch.cli.bench import measurement
 
 # imported when they run: a machine with a GPU may lack what others need
 MEASUREMENTS = {
@@ -15,7 +15,7 @@ MEASUREMENTS = {
     "serving": "bench.users.serving:MEASUREMENT",
     "growth": "bench.users.growth:MEASUREMENT",
     "peak": "bench.papers.roofline:PEAK",
-    "gpu_attention": "bench.gpu.attention:MEASUREMENT",
+    "gpu_attention": "bench.gpu.kernels:MEASUREMENT",
     "gpu_tokens": "bench.gpu.tokens:MEASUREMENT",
     "gpu_in_memory": "bench.gpu.in_memory:MEASUREMENT",
 }
@@ -32,11 +32,11 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name in MEASUREMENTS:
-            return runner.command(resolve_name(MEASUREMENTS[name]))
+            return measurement.command(resolve_name(MEASUREMENTS[name]))
         return resolve_name(OTHERS[name]) if name in OTHERS else None
 
 
-@click.group(cls=_Group, context_settings=runner.SETTINGS)
+@click.group(cls=_Group, context_settings=measurement.SETTINGS)
 def command() -> None:
     """Measure, or draw what was measured.
 

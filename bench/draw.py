@@ -7,7 +7,8 @@ from pkgutil import resolve_name
 
 import click
 
-from bench import plot, runner
+from bench import plot
+from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError, nearest
 
 FIGURES = {
@@ -17,7 +18,7 @@ FIGURES = {
     "end_to_end": "bench.papers.end_to_end:FIGURE",
     "gpu_end_to_end": "bench.gpu.tokens:FIGURE",
     "microbenchmark": "bench.papers.microbenchmark:FIGURE",
-    "gpu_attention": "bench.gpu.attention:FIGURE",
+    "gpu_attention": "bench.gpu.kernels:FIGURE",
     "time_in_attention": "bench.papers.time_in_attention:FIGURE",
     "roofline": "bench.papers.roofline:FIGURE",
     "ablations": "bench.papers.ablations:FIGURE",
@@ -32,7 +33,7 @@ def figure(name: str) -> plot.Figure:
     return found
 
 
-@click.command("draw", context_settings=runner.SETTINGS)
+@click.command("draw", context_settings=measurement.SETTINGS)
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option(
     "--results", metavar="DIR", help="Folder of the records.  [default: bench/results/<machine>]"

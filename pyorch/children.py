@@ -95,20 +95,17 @@ def wait_until(
     process: subprocess.Popen[Any],
     answers: Callable[[], bool],
     *,
-    turn: Callable[[], None] = lambda: None,
     seconds: float = float("inf"),
 ) -> bool:
     """Wait until a server answers, for so many seconds at most. False: it does not, or has ended.
 
     Args:
         answers: asks it, which may take a while.
-        turn: called each time that it did not answer.
     """
     end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end:
         if answers():
             return True
-        turn()
         time.sleep(POLL_S)
     return False
 

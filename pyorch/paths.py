@@ -44,12 +44,10 @@ def cache() -> Path:
     """The root of everything that is built or downloaded; it is not created here.
 
     It is SPARQ_CACHE, else the system's place for caches: `$XDG_CACHE_HOME/sparq-cpp` on Linux.
-    An existing `~/.cache/sparq-cpp` stays in use on every system while the other is not there.
     """
-    if chosen := os.environ.get("SPARQ_CACHE"):
-        return expanded(chosen).absolute()
-    usual, old = platformdirs.user_cache_path(_NAME), expanded(f"~/.cache/{_NAME}")
-    return (old if old.is_dir() and not usual.is_dir() else usual).absolute()
+    if folder := os.environ.get("SPARQ_CACHE"):
+        return expanded(folder).absolute()
+    return platformdirs.user_cache_path(_NAME)
 
 
 def results() -> Path:

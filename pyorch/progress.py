@@ -46,64 +46,31 @@ def progress_bar(
         label: the name of the work, such as `downloading`.
         of: `bytes` or `tokens`: they are counted, and their speed is shown.
         off_terminal: receives `downloading: 25 %, 3 min left` at each quarter if stderr is not a
-            terminal. The time is that of what was done since the first report, so what an earlier
-            run did does not count.
+            terminal.
     """
-    shown_bar = _bar(of)
-    console = shown_bar.console
-    task, started, shown, quarter = shown_bar.add_task(label), time.monotonic(), False, 0
-    first: tuple[float, float] | None = None
+    bar = _bar(of)
+    bar.add_task(label)
+    (task,) = bar.tasks
+    start, quarter = time.monotonic(), 0
 
     def update(done: float, total: float, doing: str = "", /) -> None:
-        nonlocal shown, quarter, first
-        now = time.monotonic()
-        slow, first = now - started > AFTER_S, first or (now, done)
+        nonlocal quarter
         text = f"{label}, {doing}" if doing else label
-        shown_bar.update(task, completed=done, total=total, description=text)
-        if not console.is_terminal:
-            if off_terminal and slow and done * 4 // max(total, 1) > quarter:
-                quarter = int(done * 4 // total)
-                line = f"{label}: {int(100 * done // total)} %"
-                if first[1] < done < total:
-                    left = (now - first[0]) * (total - done) / (done - first[1])
-                    line += f", {human_time(left)} left"
-                off_terminal(line)
-        elif not shown and slow and done < total:
-            shown_bar.start()
-            shown = True
-        elif shown and done >= total:  # text follows on the same terminal
-            shown_bar.stop()
-            shown = False
+        bar.update(task.id, completed=done, total=total, description=text)
+        if time.monotonic() - start < AFTER_S:
+            return
+        if bar.console.is_interactive:
+            (bar.start if done < total else bar.stop)()  # text follows on the same terminal
+        elif off_terminal and done * 4 // max(total, 1) > quarter:
+            quarter = int(done * 4 // total)
+            left = f", {human_time(task.time_remaining)} left" if task.time_remaining else ""
+            off_terminal(f"{label}: {task.percentage:.0f} %{left}")
 
     try:
         yield update
     finally:
-        if shown:
-            shown_bar.stop()
-
-
-@contextmanager
-def spinner(label: str) -> Iterator[Callable[[], None]]:
-    """Show that work of unknown length goes on, once it has taken two seconds: on a terminal until
-    it is done, elsewhere in one line. The work calls what this yields now and then."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    status, started, shown = console.status(f"{label} ..."), time.monotonic(), False
-
-    def turn() -> None:
-        nonlocal shown
-        if not shown and time.monotonic() - started > AFTER_S:
-            shown = True
-            if console.is_terminal:
-                status.start()
-            else:
-                say(f"{label} ...")
-
-    try:
-        yield turn
-    finally:
-        status.stop()
+        if bar.console.is_interactive:
+            bar.stop()
 
 
 def _bar(of: str) -> rich.progress.Progress:

@@ -35,6 +35,10 @@ if sys.platform == "win32":
         """The file name of a program."""
         return f"{name}.exe"
 
+    def is_busy() -> bool:
+        """Whether other programs make times long and uneven: nobody counts them here."""
+        return False
+
     def library(name: str) -> str:
         """The file name of a shared library of ggml."""
         return f"{name}.dll"
@@ -85,9 +89,6 @@ if sys.platform == "win32":
             raise ctypes.WinError(ctypes.get_last_error())
         return msvcrt.open_osfhandle(handle, os.O_BINARY)
 
-    def make_private(fd: int) -> None:
-        """A folder of the user's is readable by nobody else."""
-
     def lock(fd: int, wait: bool = False) -> bool:
         """Lock a file until it is closed. False: another process has it."""
         exclusive, at_once, is_locked = 2, 1, 33
@@ -99,16 +100,6 @@ if sys.platform == "win32":
         if ctypes.get_last_error() == is_locked and not wait:
             return False
         raise ctypes.WinError(ctypes.get_last_error())
-
-    def read_at(fd: int, n: int, at: int) -> bytes:
-        """Up to n bytes of a file, from an offset on."""
-        os.lseek(fd, at, os.SEEK_SET)
-        return os.read(fd, n)
-
-    def write_at(fd: int, raw: bytes | memoryview, at: int) -> int:
-        """Write to a file from an offset on. Returns how many bytes the system took."""
-        os.lseek(fd, at, os.SEEK_SET)
-        return os.write(fd, raw)
 
     def memory() -> tuple[int, int]:
         """Bytes of main memory: all of it, and what can be used without swapping."""
@@ -129,6 +120,10 @@ else:
         """The file name of a program."""
         return name
 
+    def is_busy() -> bool:
+        """Whether other programs make times long and uneven, now or in the last minute."""
+        return os.getloadavg()[0] > (os.cpu_count() or 1) / 4
+
     def library(name: str) -> str:
         """The file name of a shared library of ggml, such as `libggml-cpu.so`."""
         return f"lib{name}.{'dylib' if sys.platform == 'darwin' else 'so'}"
@@ -141,10 +136,10 @@ else:
         if code >= 0:
             return ""
         try:
-            name, said = signal.Signals(-code).name, (signal.strsignal(-code) or "").lower()
+            name, text = signal.Signals(-code).name, (signal.strsignal(-code) or "").lower()
         except ValueError:
             return f"signal {-code}"
-        return f"{name} ({'out of memory?' if code == KILLED else said})"
+        return f"{name} ({'out of memory?' if code == KILLED else text})"
 
     def crashed(code: int) -> bool:
         """Whether that was the fault of what it ran."""
@@ -164,12 +159,6 @@ else:
         or remove meanwhile. A link is refused."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
 
-    def make_private(fd: int) -> None:
-        """Let nobody else read a file."""
-        if os.fstat(fd).st_mode & 0o077:
-            with suppress(PermissionError):  # a file system without modes
-                os.fchmod(fd, 0o600)
-
     def lock(fd: int, wait: bool = False) -> bool:
         """Lock a file until it is closed. False: another process has it."""
         try:
@@ -177,14 +166,6 @@ else:
         except BlockingIOError:
             return False
         return True
-
-    def read_at(fd: int, n: int, at: int) -> bytes:
-        """Up to n bytes of a file, from an offset on."""
-        return os.pread(fd, n, at)
-
-    def write_at(fd: int, raw: bytes | memoryview, at: int) -> int:
-        """Write to a file from an offset on. Returns how many bytes the system took."""
-        return os.pwrite(fd, raw, at)
 
     def memory() -> tuple[int, int]:
         """Bytes of main memory: all of it, and what can be used without swapping, where the system

@@ -73,21 +73,21 @@ def raw_lines(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
     """
     pipe = iter(chunks)
     first = next(pipe, b"")
-    for mark, codec, shown in _MARKS:
-        if first.startswith(mark):
-            rest = b"".join([first, *pipe])[len(mark) :]
-            say(f"{name}: read as {shown}")
-            yield from _strict(rest, codec, shown, name).encode().splitlines(keepends=True)
-            return
+    if first.startswith(_ALL_MARKS):
+        yield from decoded(b"".join([first, *pipe]), name).encode().splitlines(keepends=True)
+        return
     yield first.removeprefix(codecs.BOM_UTF8)
     yield from pipe
 
 
 def _decoded(raw: bytes, name: str) -> tuple[str, str]:
     """The text, and what was assumed about it."""
-    for mark, codec, shown in _MARKS:
+    for mark, codec, encoding in _MARKS:
         if raw.startswith(mark):
-            return _strict(raw[len(mark) :], codec, shown, name), f"read as {shown}"
+            text = raw[len(mark) :].decode(codec, errors="ignore")
+            if "\0" in text or mark + text.encode(codec) != raw:
+                raise SparqError(f"{name}: it begins as {encoding}, but is not a text in it", _HINT)
+            return text, f"read as {encoding}"
     marked = raw.startswith(codecs.BOM_UTF8)
     raw = raw.removeprefix(codecs.BOM_UTF8)
     if b"\0" in raw:
@@ -117,13 +117,3 @@ def _not_utf8(raw: bytes, name: str, marked: bool) -> tuple[str, str]:
 
 def _binary(name: str) -> SparqError:
     return SparqError(f"{name}: not a text, it has bytes that are 0", _HINT)
-
-
-def _strict(raw: bytes, codec: str, shown: str, name: str) -> str:
-    try:
-        text = raw.decode(codec)
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise SparqError(f"{name}: it begins as {shown}, but is not a text in it", _HINT)
-    return text

@@ -67,8 +67,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def server_dir() -> Path:
-    """The same with llama-server, which takes minutes to compile: its tests are slow."""
-    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=("llama-server",)))
+    """The same with llama-server and llama-quantize, which take minutes to compile."""
+    tools = ("llama-quantize", "llama-server")
+    return Path(os.environ.get("SPARQ_TEST_LIB_DIR") or native.built(tools=tools))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -148,8 +149,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from hub_server import Hub, serve
     from huggingface_hub import constants
 
-    from pyorch.models import transfer
-
     with serve(Hub()) as hub:
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -160,7 +159,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(transfer, "FIRST_WAIT_S", 0.01)
         yield hub
         huggingface_hub.close_session()
 

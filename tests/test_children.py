@@ -47,9 +47,9 @@ def test_lines_come_as_they_are_written_and_the_process_ends_with_the_block() ->
 
 
 def test_a_server_is_waited_for_until_it_answers_or_ends() -> None:
-    argv, turns = [sys.executable, "-c", "import time; time.sleep(600)"], list[int]()
-    with children.running(argv) as process:
-        assert children.wait_until(process, lambda: len(turns) == 2, turn=lambda: turns.append(1))
+    answers = iter([False, True])
+    with children.running([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        assert children.wait_until(process, lambda: next(answers))
         assert not children.wait_until(process, lambda: False, seconds=0.2)
         process.kill()
         assert not children.wait_until(process, lambda: False)

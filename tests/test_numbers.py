@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import draw, runner
-from bench.gpu import attention as gpu_attention
+from bench import draw
+from bench.gpu import kernels as gpu_attention
 from bench.gpu import tokens as gpu_tokens
 from bench.papers import end_to_end
 from bench.users import prompt_time, serving
 from pyorch import table as tables
-from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import attention_table, output, records
-from pyorch.evals import figures, series, stats, summary, table
+from pyorch.attention.spec import AttentionSpec
+from pyorch.bench import records
+from pyorch.cli.bench import attention_time, measurement, speed
+from pyorch.evals import figures, series, stats, table
 
 ROOT = Path(__file__).parents[1]
 EPYC = ROOT / "bench" / "results" / "amd-epyc-2-cores"
@@ -36,21 +37,22 @@ def token(positions: int) -> str:
     return f"{speedup(rows, positions=positions, attention='SparQ 1/8 q4'):.1f}"
 
 
-def flat() -> str:
-    """The time of a token after 32,000 positions over that after 4,096, both of one spec."""
-    ms = {
-        r["n_depth"]: r["median_ns"]
-        for r in output.rows(records.load_all(EPYC / "token_rate" / "speed.jsonl"))
-        if r["sparse_attn"] == parse_spec("sparq,rank=32,topk=512")
-    }
-    return f"{ms[32000] / ms[4096]:.2f}"
+def real(positions: int) -> tuple[str, ...]:
+    """A row of the real model: tokens/s of stock, exact and 1/8, and by what factor they differ."""
+    rows = speed.rows(records.load_all(EPYC / "token_rate" / "speed.jsonl"))
+    rows = [r for r in rows if r["n_depth"] == positions and r.get("text")]
+    ours = {str(r["sparse_attn"]): 1e9 / r["median_ns"] for r in rows if r["library"] == "sparq"}
+    stock = max(1e9 / r["median_ns"] for r in rows if r["library"] == "stock")
+    exact, sparse = ours["dense"], ours["sparq,ratio=1/8"]
+    gains = (sparse / stock, exact / stock, sparse / exact)
+    return tuple(f"{x:.1f}" for x in (stock, exact, sparse)) + tuple(f"{x:.2f}x" for x in gains)
 
 
 def prompt(file: str, tokens: int, attention: str, **of: Any) -> str:
     """How many times faster a prompt is read than by the faster of llama.cpp's two."""
     for run in records.by_run(records.load_all(EPYC / file)):
         recs = list(run.values())
-        case = records.read_case(prompt_time.Case, recs[0])
+        case = records.read_case(prompt_time.PromptCase, recs[0])
         lines = prompt_time.lines(recs)
         if tokens in lines[0].depths and of.items() <= vars(case).items():
             at = lines[0].depths.index(tokens)
@@ -80,56 +82,16 @@ def evaluated(folder: str, task: str, method: str) -> table.Row:
     return row
 
 
-def right(method: str) -> int:
-    return round(100 * evaluated("q15-4k", "squad", method).score)
-
-
-def right_or_wrong() -> float:
-    """Half of the interval of the difference from dense."""
-    r = evaluated("q15-4k", "squad", "sparq,ratio=1/8")
-    return (r.difference_high - r.difference_low) / 2
-
-
 def architectures() -> tuple[int, int]:
     """Of how many the suite of docs/architectures.md ran a model, on the first pin, and how many
     of them had sparse layers."""
     page = (ROOT / "docs" / "architectures.md").read_text("utf-8")
-    said = re.findall(r"(?m)^\| `[^`]+` \| ([^|]+) \|", page)
-    made = [x for x in said if not x.startswith("not made")]
-    sparse = [x.strip() for x in made if x.startswith("sparse")]
+    rows = re.findall(r"(?m)^\| ([^-|][^|]*) \| [^|]* \| ([^|]+) \|$", page)[1:]
+    outcomes = [x for x, names in rows for _ in names.split(", ")]
+    made = [x for x in outcomes if not x.startswith("not made")]
+    sparse = [x for x in made if x.startswith("sparse")]
     assert set(sparse) == {"sparse", "sparse, but for: sliding-window layer"}
     return len(made), len(sparse)
-
-
-def sentences() -> list[str]:
-    """What the README says, with the numbers of the records. Words may be wrapped anywhere."""
-    whole = "prompt_time.jsonl", 32000
-    fast, sparse = "ours, fast", "ours, sparse"
-    assert right("off") == right("sparq,ratio=1/8")
-    n_made, n_sparse = architectures()
-    return [
-        f"is {token(16384)} times as fast as llama.cpp's at 16k positions, {token(65536)} times "
-        f"at 64k and {token(131072)} times at 128k",
-        f"takes {flat()} times as long after 32,000 positions as after 4,096",
-        f"At ratio 1/8 and 4,096 positions Qwen2.5-Coder-1.5B answers as many questions of SQuAD "
-        f"as with all of its cache ({right('off')} of 100, give or take "
-        f"{100 * right_or_wrong():.1f})",
-        f"With `--no-repack`, which suits both, Qwen2.5-Coder-1.5B reads [32,000 "
-        f"tokens](docs/measurements.md#time-of-a-prompt) {prompt(*whole, fast, repack=False)} "
-        f"times as fast as in llama.cpp (summed from four depths), and its replies are as close "
-        f"to llama.cpp's `-fa 1` as those of `-fa 0`: {rounding('q15')} the KL divergence. "
-        f"`prompt=sparse` reads it {prompt(*whole, sparse, repack=False)} times as fast",
-        f"Eight users with 4,096 positions each get [{users()} "
-        "times](docs/measurements.md#many-users-at-once) as many tokens",
-        f"Of the {n_made} architectures that llama.cpp's own test makes models of, {n_sparse} run "
-        f"sparse in all layers that keep every position",
-        f"attention by itself is {on_gpu(32768)}x as fast as dense at 32k positions of Llama-2-7B "
-        f"and {on_gpu(131072)}x at 128k. Whole tokens gain {gpu_token(32768)}x at 32k "
-        f"and {gpu_token(46080)}x at 45k, and nothing at 8k",
-        f"read less than {AttentionSpec('sparq', ratio=0.5).gpu_min_mb} MB",
-        f"Contexts of up to {AttentionSpec('sparq', ratio=0.5).min_ctx:,} positions run exact",
-        *quality(),
-    ]
 
 
 def factor(folder: str, task: str, base: str, method: str) -> tuple[float, float, float]:
@@ -141,50 +103,67 @@ def factor(folder: str, task: str, base: str, method: str) -> tuple[float, float
     return np.exp(change.mean()), *np.exp(stats.mean(change, one.texts))
 
 
-def times(method: str) -> str:
-    """How far a method is above SparQ with no more bytes."""
+def difference(folder: str, task: str) -> tuple[str, ...]:
+    """The score of dense attention, and what 1/8 differs from it, with its interval."""
+    dense, at_eighth = (evaluated(folder, task, m) for m in ("off", "sparq,ratio=1/8"))
+    of = (at_eighth.difference, at_eighth.difference_low, at_eighth.difference_high)
+    values = (f"{100 * x:+.1f}".replace("+0.0", "0.0") for x in of)
+    return f"{100 * dense.score:.1f}", *values
+
+
+def times(method: str) -> tuple[str, ...]:
+    """How far a method is above SparQ with no fewer bytes, in KL."""
     folder, base = "q05-equal-2k", "sparq,ratio=1/10"
     of = [evaluated(folder, "answers_squad", m).share_of_dense for m in (base, method)]
     assert of[0] <= of[1]
-    mean, low, high = factor(f"eval-real/{folder}", "answers_squad", base, method)
-    return f"{mean:.0f} times{{}} ({low:,.0f} to {high:,.0f})"
+    return tuple(f"{x:,.0f}" for x in factor(f"eval-real/{folder}", "answers_squad", base, method))
 
 
-def rounding(model: str) -> str:
-    """How far our prompts are from llama.cpp's, beside its own two settings."""
-    made = factor(f"eval-prompts/{model}-4k", "fidelity", "stock-fa0", "dense")
-    return "{:.2f} times ({:.2f} to {:.2f})".format(*made)
+def facts() -> dict[str, tuple[str, ...]]:
+    """What a line of the README is about -> the numbers that the records give for it."""
+    tokens, defaults = "Qwen2.5-Coder-1.5B, Q4_K_M, a novel | ", AttentionSpec("sparq", ratio=0.5)
+    return {
+        **{f"{tokens}{n:,}": (f"{n:,}", *real(n)) for n in (4096, 16384, 32000)},
+        "Llama-2-7B's geometry": tuple(token(1024 * k) for k in (16, 64, 128)),
+        "users of a server": (users(),),
+        "Prompts gain too": (prompt("prompt_time.jsonl", 32000, "ours, fast", repack=False),),
+        "Coder-1.5B, 4,096 | SQuAD": difference("q15-4k", "squad"),
+        "Coder-0.5B, 4,096 | SQuAD": difference("q05-4k", "squad"),
+        "Coder-0.5B, 8,192 | needles": difference("q05-8k", "niah_many"),
+        "Quest": times("quest,ratio=7/40"),
+        "bit-identical": tuple(map(str, architectures())),
+        "**GPUs.**": (f"{gpu_token(32768)}x", str(defaults.gpu_min_mb)),
+        "**What is sparse.**": (f"{defaults.min_ctx:,}",),
+        "**Memory.**": ("13",),  # 4 bits and two scales per 512 of 32 bits: tests/attention
+    }
 
 
-def quality() -> list[str]:
-    """SparQ beside other methods."""
-    nearer = " as far from dense attention in KL"
-    return [
-        f"With no fewer bytes than SparQ, Quest is {times('quest,ratio=7/40').format(nearer)}, "
-        f"and H2O {times('h2o,ratio=7/40').format('')}, over seven texts of 2,048 positions",
-    ]
-
-
-# what a number in the README may be beside a measurement: names, types, settings, links
+# what a number may be besides a measurement: names, types, settings, links, amounts of a test
 NAMES = (
-    r"\]\([^)]*\)|`[^`]*`|Llama-2-7B|Qwen2\.5-Coder-[\d.]+B|the 0\.5B|NVIDIA H100|q[48]_0"
-    r"|b?f(16|32)|1/(8|16)|8 bits|\(.* et al., 20\d\d\)"
+    r"\]\([^)]*\)|`[^`]*`|Llama-2-7B|Qwen2\.5-Coder-[\d.]+B|the 0\.5B|NVIDIA H100|q[48]_0|Q[48]\w+"
+    r"|b?f(16|32)|1/(8|16)|95 %|\d+k\b|[\d,]+ (?:positions|questions|tokens)|, [\d,]+ \|| batch 1"
+    r"|Qwen2.5-Coder-0.5B|sparsity|AMD EPYC|x86-64"
 )
 
 
-def parts(text: str, heads: tuple[str, ...]) -> str:
-    """The sections of a text with these headings, its words one space apart."""
-    sections = re.split(r"\n## ", text)
-    return " ".join(" ".join(s.split()) for s in sections if s.startswith(heads))
-
-
 def test_every_number_of_the_readme_is_one_of_the_records() -> None:
-    text = parts((ROOT / "README.md").read_text("utf-8"), ("What you get", "Limits"))
-    for said in sentences():
-        assert said in text, f"the records say: {said}"
-        text = text.replace(said, "")
-    left = re.findall(r"\S*\d\S*", re.sub(NAMES, "", text))
-    assert not left, "numbers that no sentence above makes from records"
+    text = (ROOT / "README.md").read_text("utf-8")
+    text = text.partition("## What you get")[2].partition("## How it works")[0]
+    lines = [
+        " ".join(line.split())
+        for block in re.split(r"\n\n|\n(?=- )", text)
+        for line in (block.splitlines() if block.startswith("|") else [block])
+    ]
+    numbers = facts()
+    for about, known in numbers.items():
+        (line,) = (x for x in lines if about in x)
+        assert [x for x in known if x not in line] == [], about
+    for line in lines:
+        allowed = [x for about, known in numbers.items() if about in line for x in known]
+        rest = line
+        for x in sorted(allowed, key=len, reverse=True):
+            rest = rest.replace(x, "")
+        assert not re.findall(r"\S*\d\S*", re.sub(NAMES, "", rest)), line
 
 
 def wide(text: str) -> str:
@@ -204,21 +183,21 @@ TABLES: dict[str, Callable[[], str]] = {
         )
         for name in ("eval", "eval-real", "eval-floor", "eval-prompts", "ablations")
     },
-    "eval-budgets": lambda: summary.markdown(series.read_folder(EPYC / "eval-budgets")),
+    "eval-budgets": lambda: table.summary(series.read_folder(EPYC / "eval-budgets")),
     **{
         name: lambda name=name, made=made: timed(name, made)
         for name, made in (
-            ("speed", output.markdown),
-            ("token_rate/speed", output.markdown),
-            ("quantisations/speed", output.markdown),
-            ("long/speed", output.markdown),
-            ("attention", attention_table.markdown),
+            ("speed", speed.markdown),
+            ("token_rate/speed", speed.markdown),
+            ("quantisations/speed", speed.markdown),
+            ("long/speed", speed.markdown),
+            ("attention", attention_time.markdown),
             ("long/prompt_time", prompt_time.table),
             ("ik_llama/prompt_time", prompt_time.table),
         )
     },
     **{
-        of.name: lambda of=of: runner.whole_table(of, EPYC)
+        of.name: lambda of=of: measurement.whole_table(of, EPYC)
         for of in (prompt_time.MEASUREMENT, serving.MEASUREMENT)
     },
 }
@@ -227,13 +206,6 @@ TABLES: dict[str, Callable[[], str]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_beside_records_is_made_from_them(name: str) -> None:
     assert (EPYC / f"{name}.md").read_text("utf-8") == TABLES[name]() + "\n"
-
-
-def test_the_marked_table_of_evaluations_is_made_from_records() -> None:
-    text = (ROOT / "docs" / "demo-model.md").read_text("utf-8")
-    marked = text.partition("<!-- eval -->")[2].partition("<!-- /eval -->")[0]
-    made = summary.markdown(series.read_folder(EPYC / "eval", ["repetition", "needle"]))
-    assert marked.split() == made.split()
 
 
 INTERVAL = re.compile(r"[-+]?\d+\.\d+ \([-+]?[\d.]+(?:-| to )[-+]?[\d.]+\)")

@@ -34,17 +34,6 @@ def test_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths.cache() == home / "mine"
 
 
-def test_a_cache_from_before_is_used_until_there_is_a_new_one(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "xdg"))
-    old, new = home / ".cache" / "sparq-cpp", home / "xdg" / "sparq-cpp"
-    old.mkdir(parents=True)
-    assert paths.cache() == old
-    new.mkdir(parents=True)
-    assert paths.cache() == new
-
-
 def test_only_a_clone_keeps_records_in_itself(
     home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -24,51 +24,69 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import click
 import numpy as np
 
-from bench import runner
+from bench.gpu.tokens import depths, layers, like, quant, random_tokens, timed
 from pyorch import engine
 from pyorch.attention import bytes as cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import bandwidth, records, state
-from pyorch.bench.plan import Synthetic
-from pyorch.bench.records import Done, Record, Result, where_given
+from pyorch.bench.records import Record, Result
+from pyorch.bench.room import Synthetic
+from pyorch.bench.turns import FLOATS, OFF
+from pyorch.cli.bench.measurement import (
+    Done,
+    Given,
+    Measurement,
+    from_option,
+    number_of,
+    settings,
+    specs,
+)
+from pyorch.cli.groups import option
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_THREADS
-from pyorch.models import synth
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import weight_bytes
 from pyorch.table import markdown
 
-OFF = AttentionSpec("off")
 OURS = AttentionSpec("dense")  # of a prompt
 N_PROMPT, N_SHORT = 512, 32
 NO_CARD, ON_CARD = -1.0, -2.0
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase:
     """card: GiB of the card that takes what fits, 0 = none of K and V; NO_CARD = nor weights;
     ON_CARD = all of both. n_prompt: tokens of a prompt that are read, instead of a token that is
     decoded."""
 
-    like: str
-    n_layer: int
-    quant: str
-    cache: str
-    n_depth: int
-    card: float
+    like: str = like("llama3-8b")
+    n_layer: int = layers()
+    quant: str = quant("q8_0")
+    cache: str = from_option(
+        option("-ct", "--cache-type", default="f16", show_default=True, help="Of K and V.")
+    )
+    n_depth: int = depths("131072")
+    card: float = from_option(
+        option("--card", type=Number(float, 0), default=0, help="GiB of a card that is filled."),
+        to=lambda given: NO_CARD if given.n_gpu_layers == 0 else given.card,
+    )
+    threads: int = from_option(
+        option("-t", "--threads", type=Numbers(1, MAX_THREADS), help="[default: all cores]")
+    )
+    # older records say neither
+    n_gen: int = number_of("-n", "--n-gen", default=3, where_given=True, otherwise=0)
+    repetitions: int = number_of("-r", "--repetitions", default=2, where_given=True, otherwise=0)
     flash: bool
     spec: AttentionSpec
     n_prompt: int = 0
-    threads: int = 0
     library: str = "sparq"
-    n_gen: int = where_given(0)  # older records say neither this nor the repetitions
-    repetitions: int = where_given(0)
 
     @property
     def name(self) -> str:
@@ -78,48 +96,36 @@ class Case:
 
 
 OPTIONS = (
-    click.option("--like", default="llama3-8b", show_default=True, help="Shape of the model."),
-    click.option("--layers", type=Number(int, 1), help="Number of layers.  [default: all]"),
-    click.option("--quant", default="q8_0", show_default=True, help="Weights of the model."),
-    click.option("-d", "--n-depth", type=Numbers(1, 1 << 20), default="131072"),
-    click.option("-ct", "--cache-type", default="f16", show_default=True, help="Of K and V."),
-    click.option("-n", "--n-gen", type=Number(int, 1), default=3, show_default=True),
-    click.option("-r", "--repetitions", type=Number(int, 1), default=2, show_default=True),
     click.option("-fa", "--flash-attn", type=Numbers(0, 1), default="1,0", help="Of stock."),
-    click.option("--card", type=Number(float, 0), default=0, help="GiB of a card that is filled."),
     click.option("--prompts", is_flag=True, help="Time prompts alone."),
     click.option("-ngl", "--n-gpu-layers", type=Number(int, 0, 0), help="0: without a GPU."),
-    click.option("-t", "--threads", type=Numbers(1, MAX_THREADS), help="[default: all cores]"),
-    runner.specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
+    specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
 )
 
 
-def groups(given: runner.Given) -> list[list[Case]]:
+def groups(given: Given) -> list[list[MemoryCase]]:
     """All settings at a depth, or all ways to read a prompt there: that with K and V on the GPU
     loads the model again."""
-    n_layer = synth.shape_like(given.like, n_layer=given.layers).n_layer
-    found = []
+    given.threads = given.threads or [engine.usable_cores()]
+    shared, found = settings(MemoryCase, given), []
     for depth in given.n_depth:
-        card = NO_CARD if given.n_gpu_layers == 0 else given.card
-        of = given.like, n_layer, given.quant, given.cache_type, depth, card
-        plain = given.cache_type in ("f16", "f32", "bf16")  # others have no transposed V
-        stock = [Case(*of, bool(fa), OFF) for fa in given.flash_attn if fa or plain]
-        stock = [] if card > 0 else stock
-        ours = [Case(*of, True, spec) for spec in given.specs]
-        prompt = Case(*of, True, OFF, N_PROMPT)
-        alone = [[*stock, *ours, *[prompt] * (card != NO_CARD)]]
+        plain = MemoryCase(**shared, n_depth=depth, threads=0, flash=True, spec=OFF)
+        # a cache of blocks has no transposed V
+        flash = [bool(fa) for fa in given.flash_attn if fa or given.cache in FLOATS]
+        stock = [] if plain.card > 0 else [replace(plain, flash=fa) for fa in flash]
+        prompt = replace(plain, n_prompt=N_PROMPT)
+        both, has_card = [prompt, replace(prompt, n_prompt=N_SHORT)], plain.card != NO_CARD
+        ours = [replace(plain, spec=spec) for spec in given.specs]
+        alone = [[*stock, *ours, *[prompt] * has_card]]
         if given.prompts:
-            both = [prompt, replace(prompt, n_prompt=N_SHORT)]
             alone = [both + [replace(case, spec=OURS) for case in both]]
-            alone += [[replace(case, card=ON_CARD) for case in both]] * (card != NO_CARD)
-        some = given.threads or [engine.usable_cores()]
-        more = {"n_gen": given.n_gen, "repetitions": given.repetitions}
+            alone += [[replace(case, card=ON_CARD) for case in both]] * has_card
         for cases in alone:
-            found.append([replace(case, threads=n, **more) for n in some for case in cases])
+            found.append([replace(c, threads=n) for n in given.threads for c in cases])
     return found
 
 
-def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
+def measure(_: Given, cases: Sequence[MemoryCase], __: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token, or per batch of a prompt.
 
     Raises:
@@ -128,14 +134,15 @@ def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
     first = cases[0]
     model = Synthetic(first.like, first.n_layer, first.quant).written()
     n_ctx = -(-(first.n_depth + N_PROMPT + first.n_gen + 2) // 256) * 256
-    found: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
+    results: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
+    variables = {"SPARQ_PROMPT_ON_CPU": "1"}  # `off` is llama.cpp's all the same
+    if first.card > 0:
+        free = int(first.card * 2**30) - weight_bytes(read_gguf(model))
+        variables["SPARQ_GPU_LIMIT"] = str(max(free, 0))
     with ExitStack() as stack:
-        if first.card > 0:
-            free = int(first.card * 2**30) - weight_bytes(read_gguf(model))
-            os.environ["SPARQ_GPU_LIMIT"] = str(max(free, 0))
-            stack.callback(os.environ.pop, "SPARQ_GPU_LIMIT")
-        os.environ["SPARQ_PROMPT_ON_CPU"] = "1"  # `off` is llama.cpp's all the same
-        stack.callback(os.environ.pop, "SPARQ_PROMPT_ON_CPU")
+        for name, value in variables.items():
+            os.environ[name] = value
+            stack.callback(os.environ.pop, name)
         offload = None if first.card > 0 else first.card == ON_CARD
         n_gpu_layers = 0 if first.card == NO_CARD else None
         loaded = engine.load_model(model, n_gpu_layers=n_gpu_layers, kv_offload=offload)
@@ -157,11 +164,12 @@ def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
         note(f"{first.n_depth} positions, K and V of {stay} of {first.n_layer} layers in memory")
         rates = {n: _memory(n) for n in dict.fromkeys(case.threads for case in cases)}
         for turn in range(first.repetitions):
-            for case, result in zip(cases, found, strict=True):
+            for case, result in zip(cases, results, strict=True):
                 s = sessions[case.flash]
                 s.lib.llama_set_n_threads(s.ctx, case.threads, case.threads)
                 engine.set_attention(s, case.spec)
-                samples, counters = _timed(s, case)
+                drawn = random_tokens(case.n_prompt or case.n_gen + 1, 1)
+                samples, counters = (_prompt if case.n_prompt else timed)(s, drawn)
                 if case.spec.sparse and not counters.get("calls_sparse"):
                     raise SparqError(f"{case.spec}: no layer was sparse: {counters}")
                 if case.n_prompt and case.spec == OURS and not counters.get("calls_prefill"):
@@ -171,7 +179,19 @@ def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
                 result |= {"bytes": _bytes(s, case), "memory": rates[case.threads]}
                 of = f"{case.name}, {case.threads} threads"
                 note(f"turn {turn + 1}: {of}: {float(np.median(samples)) / 1e6:.1f} ms")
-    return found
+    return results
+
+
+def _prompt(s: engine.Session, tokens: Sequence[int]) -> tuple[list[int], Any]:
+    """As `timed`, of a prompt that is read twice; the second time counts."""
+    n_pos, took = len(s.tokens), 0
+    for _ in range(2):
+        engine.reset_counters(s)
+        started = time.perf_counter_ns()
+        engine.prefill(s, tokens)
+        took = time.perf_counter_ns() - started
+        engine.rewind(s, n_pos)
+    return [took], dict(engine.info(s).counters)
 
 
 def _memory(n_threads: int) -> float | None:
@@ -182,7 +202,7 @@ def _memory(n_threads: int) -> float | None:
         return None
 
 
-def _bytes(s: engine.Session, case: Case) -> float:
+def _bytes(s: engine.Session, case: MemoryCase) -> float:
     """What a token reads from memory, the weights included where no device has them."""
     sizes = (t.bytes_per_element for t in s.cache.types)
     costs = cost.layer_costs(s.geometry, case.spec, case.n_depth, *sizes)
@@ -191,33 +211,10 @@ def _bytes(s: engine.Session, case: Case) -> float:
     return weights + sum(c.bytes_read for c in costs if here or c.il in s.kv_in_memory)
 
 
-def _timed(s: engine.Session, case: Case) -> tuple[list[int], dict[str, int]]:
-    """The nanoseconds of each token, or of the prompt, after one that is not counted; and the
-    counters. The session is as before."""
-    n = case.n_prompt or case.n_gen + 1
-    drawn = (3 + np.random.default_rng(1).integers(0, 200, n)).tolist()
-    pieces = [drawn] * 2 if case.n_prompt else [[token] for token in drawn]
-    samples = []
-    for i, piece in enumerate(pieces):
-        if i == 1:
-            engine.reset_counters(s)
-        started = time.perf_counter_ns()
-        if case.n_prompt:
-            engine.prefill(s, piece)
-        else:
-            engine.decode(s, piece[0])
-        samples.append(time.perf_counter_ns() - started)
-        if case.n_prompt:
-            engine.rewind(s, case.n_depth)
-    counters = dict(engine.info(s).counters)
-    engine.rewind(s, case.n_depth)
-    return samples[1:], counters
-
-
 def table(recs: Sequence[Record]) -> str:
     rows = []
     for run in records.by_run(recs):
-        cases = [(records.read_case(Case, rec), rec) for rec in run.values()]
+        cases = [(records.read_case(MemoryCase, rec), rec) for rec in run.values()]
         stock: dict[int, float] = {}
         for case, rec in cases:
             if case.spec == OFF and not case.n_prompt:
@@ -238,9 +235,10 @@ def table(recs: Sequence[Record]) -> str:
     return markdown(head, rows, left=("model", "K, V", "attention"))
 
 
-MEASUREMENT = runner.Measurement(
+MEASUREMENT = Measurement(
     name="gpu_in_memory",
     about="Tokens with the weights on a CUDA device and K and V in memory, beside llama.cpp's.",
+    case=MemoryCase,
     options=OPTIONS,
     groups=groups,
     measure=measure,

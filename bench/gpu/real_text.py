@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 import click
 import numpy as np
 
-from bench import runner
 from pyorch import engine, paths
+from pyorch.cli.bench import measurement
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number
 from pyorch.errors import SparqError
@@ -28,8 +28,8 @@ from pyorch.errors import SparqError
 OURS, OFF = "sparq,ratio=1/8", "off"
 
 
-@click.command("gpu_real_text", context_settings=runner.SETTINGS)
-@runner.MODEL
+@click.command("gpu_real_text", context_settings=measurement.SETTINGS)
+@measurement.MODEL
 @click.option("--n-prompt", type=Number(int, 2), default=32000, show_default=True)
 @click.option("-n", "--n-gen", type=Number(int, 1), default=64, show_default=True)
 def command(model: Path, n_prompt: int, n_gen: int) -> None:

@@ -19,110 +19,126 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
-from bench import plot, runner
+from bench import plot
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import paper, records, state
-from pyorch.bench.records import Done, Record, Result, where_given
-from pyorch.cli.terminal import note
-from pyorch.cli.types import Number, Numbers
+from pyorch.bench.records import Record, Result
+from pyorch.bench.room import Synthetic
+from pyorch.bench.turns import OFF
+from pyorch.cli.bench.measurement import (
+    Done,
+    Given,
+    Measurement,
+    from_option,
+    number_of,
+    settings,
+    specs,
+)
+from pyorch.cli.groups import option
+from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.table import markdown, number
-from pyorch.text import human_bytes
 
 FILE = "gpu_tokens.jsonl"
 NEEDS = "python -m bench gpu_tokens"
-OFF = AttentionSpec("off")
 
 
-@dataclass(frozen=True)
-class Case:
-    like: str
-    n_layer: int
-    quant: str
-    n_depth: int
-    n_gen: int
+# ---- fields of synthetic models ----
+
+
+def like(default: str) -> Any:
+    text = "Shape of the model."
+    return from_option(option("--like", default=default, show_default=True, help=text))
+
+
+def layers() -> Any:
+    return number_of(
+        "--layers",
+        default=None,
+        text="Number of layers.  [default: all]",
+        to=lambda given: synth.shape_like(given.like, n_layer=given.n_layer).n_layer,
+    )
+
+
+def quant(default: str) -> Any:
+    text = "Weights of the model."
+    return from_option(option("--quant", default=default, show_default=True, help=text))
+
+
+def depths(default: str) -> Any:
+    kind = Numbers(1, 1 << 20)
+    return from_option(option("-d", "--n-depth", type=kind, default=default, show_default=True))
+
+
+# ---- cases ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCase:
+    like: str = like("llama2-7b")
+    n_layer: int = layers()
+    quant: str = quant("f16")
+    n_depth: int = depths("8192,16384,32768,46080")
+    n_gen: int = number_of("-n", "--n-gen", default=32)
+    # older records do not say
+    repetitions: int = number_of("-r", "--repetitions", default=3, where_given=True, otherwise=0)
     spec: AttentionSpec
     library: str = "sparq"
-    repetitions: int = where_given(0)  # older records do not say
 
 
-OPTIONS = (
-    click.option("--like", default="llama2-7b", show_default=True, help="Shape of the model."),
-    click.option("--layers", type=Number(int, 1), help="Number of layers.  [default: all]"),
-    click.option("--quant", default="f16", show_default=True, help="Weights of the model."),
-    click.option("-d", "--n-depth", type=Numbers(1, 1 << 20), default="8192,16384,32768,46080"),
-    click.option("-n", "--n-gen", type=Number(int, 1), default=32, show_default=True),
-    click.option("-r", "--repetitions", type=Number(int, 1), default=3, show_default=True),
-    runner.specs("sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0"),
-)
-
-
-def groups(given: runner.Given) -> list[list[Case]]:
+def groups(given: Given) -> list[list[TokenCase]]:
     """Dense and all settings at a depth."""
-    of = given.like, _shape(given.like, given.layers).n_layer, given.quant
-    n, specs = given.repetitions, dict.fromkeys((OFF, *given.specs))
-    return [
-        [Case(*of, depth, given.n_gen, spec, repetitions=n) for spec in specs]
-        for depth in given.n_depth
-    ]
+    shared, every = settings(TokenCase, given), dict.fromkeys((OFF, *given.specs))
+    return [[TokenCase(**shared, n_depth=d, spec=spec) for spec in every] for d in given.n_depth]
 
 
-def _shape(like: str, n_layer: int | None) -> synth.Shape:
-    return synth.shape_like(like, n_layer=n_layer, n_ctx=1 << 20)
+def timed(s: engine.Session, tokens: Sequence[int], n_warm: int = 1) -> tuple[list[int], Any]:
+    """The nanoseconds of each token but the first `n_warm`, and the counters of these. The session
+    is as before."""
+    samples, n_pos = [], len(s.tokens)
+    for i, token in enumerate(tokens):
+        if i == n_warm:
+            engine.reset_counters(s)
+        started = time.perf_counter_ns()
+        engine.decode(s, token)
+        samples.append(time.perf_counter_ns() - started)
+    counters = dict(engine.info(s).counters)
+    engine.rewind(s, n_pos)
+    return samples[n_warm:], counters
 
 
-def _model(case: Case) -> Path:
-    """The file of the model, written if it is not there."""
-    name = f"gpu-{case.like}-{case.n_layer}-{case.quant}-v{synth.VERSION}.gguf"
-    model = synth.folder() / name
-    if not model.exists():
-        shape = _shape(case.like, case.n_layer)
-        note(f"writing {model}, {human_bytes(synth.file_bytes(shape, case.quant))}")
-        model.parent.mkdir(parents=True, exist_ok=True)
-        synth.write(model, shape, case.quant)
-    return model
+def random_tokens(n: int, seed: int) -> list[int]:
+    return (3 + np.random.default_rng(seed).integers(0, 200, n)).tolist()
 
 
-def measure(_: runner.Given, cases: Sequence[Case], __: Done) -> list[Result]:
+def measure(_: Given, cases: Sequence[TokenCase], __: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token.
 
     Raises:
         SparqError: a layer was dense in a sparse case.
     """
     first = cases[0]
+    model = Synthetic(first.like, first.n_layer, first.quant, whole_head=True).written()
     n_ctx = -(-(first.n_depth + first.n_gen + 2) // 256) * 256
-    found: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
-    with engine.load(
-        _model(first), n_ctx=n_ctx, n_threads=4, flash_attn=True, n_gpu_layers=99
-    ) as s:
+    results: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
+    with engine.load(model, n_ctx=n_ctx, n_threads=4, flash_attn=True, n_gpu_layers=99) as s:
         state.fill(s, first.n_depth)
         for turn in range(-1, first.repetitions):  # the first one warms up
-            for case, result in [*zip(cases, found, strict=True)][:: -1 if turn % 2 else 1]:
+            for case, result in [*zip(cases, results, strict=True)][:: -1 if turn % 2 else 1]:
                 engine.set_attention(s, case.spec)
-                tokens = 3 + np.random.default_rng(turn + 1).integers(0, 200, first.n_gen + 3)
-                for token in tokens[:3].tolist():  # graphs are captured
-                    engine.decode(s, token)
-                engine.rewind(s, first.n_depth)
-                engine.decode(s, tokens[0].item())
-                engine.reset_counters(s)
-                samples = []
-                for token in tokens[1 : first.n_gen + 1].tolist():
-                    started = time.perf_counter_ns()
-                    engine.decode(s, token)
-                    samples.append(time.perf_counter_ns() - started)
-                counted = dict(engine.info(s).counters)
-                engine.rewind(s, first.n_depth)
+                tokens = random_tokens(first.n_gen + 3, turn + 1)
+                timed(s, tokens[:3])  # graphs are captured
+                samples, counted = timed(s, tokens[: first.n_gen + 1])
                 if case.spec.sparse and counted["calls_sparse"] != first.n_gen * first.n_layer:
                     raise SparqError(f"{case.spec}: not every layer was sparse: {counted}")
                 if turn >= 0:
                     result["samples_ns"] += samples
                     result["counters"] = counted
-    return found
+    return results
 
 
 def _in_turns(recs: Sequence[Record]) -> list[tuple[list[Record], float]]:
@@ -141,11 +157,11 @@ def table(recs: Sequence[Record]) -> str:
     rows = []
     for some, dense in _in_turns(recs):
         for rec in some:
-            case = records.read_case(Case, rec)
+            case = records.read_case(TokenCase, rec)
             ms, low, high = (x / 1e6 for x in records.spread(rec["samples_ns"]))
-            row = [f"{case.like} {case.quant}", f"{case.n_layer}", f"{case.n_depth}"]
-            row += [f"`{case.spec}`", f"{ms:.3f} ({low:.3f}-{high:.3f})"]
-            rows.append([*row, number(dense / 1e6 / ms, "{:.2f}x")])
+            row = [f"{case.like} {case.quant}", case.n_layer, case.n_depth, f"`{case.spec}`"]
+            row += [f"{ms:.3f} ({low:.3f}-{high:.3f})", number(dense / 1e6 / ms, "{:.2f}x")]
+            rows.append(row)
     head = ["model", "layers", "positions", "attention", "ms per token (p10-p90)", "of `off`"]
     return markdown(head, rows, left=("model", "attention"))
 
@@ -153,7 +169,7 @@ def table(recs: Sequence[Record]) -> str:
 def data(folder: Path) -> list[plot.Row]:
     """A row for each length and attention of all of Llama-2-7B in f16, the last that were measured
     in turns with `off`."""
-    wanted = {"like": "llama2-7b", "quant": "f16", "n_layer": _shape("llama2-7b", None).n_layer}
+    wanted = {"like": "llama2-7b", "quant": "f16", "n_layer": synth.shape_like("llama2-7b").n_layer}
     last: dict[tuple[int, str], tuple[Record, float]] = {}
     for some, dense in _in_turns(records.load_all(folder / FILE)):
         for rec in some:
@@ -211,10 +227,11 @@ FIGURE = plot.Figure(
     draw=draw,
 )
 
-MEASUREMENT = runner.Measurement(
+MEASUREMENT = Measurement(
     name="gpu_tokens",
     about="Tokens on a CUDA device, ours beside llama.cpp's attention in turns.",
-    options=OPTIONS,
+    case=TokenCase,
+    options=(specs("sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0"),),
     groups=groups,
     measure=measure,
     table=table,

@@ -18,9 +18,10 @@ from typing import Any
 
 import click
 
-from bench import plot, runner
+from bench import plot
 from pyorch import policies
 from pyorch.attention.spec import BOUNDS
+from pyorch.cli.bench import measurement
 from pyorch.evals import series, table
 from pyorch.evals.repetition import CHARS
 
@@ -79,7 +80,7 @@ def lines() -> str:
     return "\n".join(found)
 
 
-@click.command("ablations", context_settings=runner.SETTINGS)
+@click.command("ablations", context_settings=measurement.SETTINGS)
 def command() -> None:
     """Print the commands that measure SparQ's choices, one at a time."""
     print(lines())

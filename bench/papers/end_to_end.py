@@ -14,7 +14,8 @@ from typing import Any
 
 from bench import plot
 from bench.users import token_rate
-from pyorch.bench import output, paper
+from pyorch.bench import paper
+from pyorch.cli.bench import speed
 
 FULL_LAYERS = 32
 FILE = "speed.jsonl"
@@ -35,7 +36,7 @@ def published() -> list[tuple[float, float]]:
 def data(folder: Path) -> list[plot.Row]:
     """A row for each model, length and library with its settings; those of a real model last."""
     who = "library", "flash_attn", "sparse_attn"
-    found = plot.rows_of(folder, FILE, output.rows, lambda r: (_setting(r), *(r[x] for x in who)))
+    found = plot.rows_of(folder, FILE, speed.rows, lambda r: (_setting(r), *(r[x] for x in who)))
     found = [r for r in found if _is_shown(r)]
     plot.need(found, f"decoded tokens of llama2-7b {WEIGHTS} with an f16 cache", NEEDS)
     threads = max(r["n_threads"] for r in found)

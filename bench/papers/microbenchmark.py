@@ -1,7 +1,7 @@
 """Figs. 8 and F1: attention by itself over the sequence length, r = 32, k = 128.
 
 From the records of `sparq-cpp bench --attn-only`: one layer's 32 heads of 128, f16 cache, against
-the faster of llama.cpp's `-fa 0` and `-fa 1` in the same run. `bench/gpu/attention.py` draws the
+the faster of llama.cpp's `-fa 0` and `-fa 1` in the same run. `bench/gpu/kernels.py` draws the
 same of a CUDA device.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 
 from bench import plot
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import attention_table, paper
+from pyorch.bench import paper
+from pyorch.cli.bench import attention_time
 
 FILE = "attention.jsonl"
 SHADOWS = ("f16", "q4")
@@ -53,7 +54,7 @@ def _rows(recs: Sequence[Any]) -> list[plot.Row]:
             "limit": dense / r["bytes_per_token"],
             "roofline_share": r["roofline"],
         }
-        for r in attention_table.rows(recs)
+        for r in attention_time.rows(recs)
     ]
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from bench import plot, runner
+from bench import plot
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import output, records
-from pyorch.bench.records import Done, Record, Result
+from pyorch.bench import records
+from pyorch.bench.records import Record, Result
+from pyorch.cli.bench import speed
+from pyorch.cli.bench.measurement import Done, Given, Measurement
 from pyorch.engine import usable_cores
 from pyorch.models import synth
 from pyorch.table import markdown
@@ -33,7 +35,7 @@ N, REPEATS = 2048, 20  # the size of the matrix product, and how often it runs
 
 
 @dataclass(frozen=True)
-class Case:
+class PeakCase:
     """Products of matrices of n x n. Nothing of our library runs in them, but they take seconds, so
     they are measured again with each."""
 
@@ -42,11 +44,7 @@ class Case:
     library: str = "sparq"
 
 
-def groups(_: runner.Given) -> list[list[Case]]:
-    return [[Case(N, _threads())]]
-
-
-def measure(_: runner.Given, group: Sequence[Case], __: Done) -> list[Result]:
+def measure(_: Given, group: Sequence[PeakCase], __: Done) -> list[Result]:
     """Time products of f32 matrices on all cores, or as many as OPENBLAS_NUM_THREADS allows."""
     n = group[0].n
     rng = np.random.default_rng(0)
@@ -79,7 +77,7 @@ def _threads() -> int:
 
 def data(folder: Path) -> list[plot.Row]:
     """The points, and the two lines of the roof."""
-    found = plot.rows_of(folder, FILE, output.rows, _key)
+    found = plot.rows_of(folder, FILE, speed.rows, _key)
     plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["text"]]
     plain = [r for r in plain if r["model_type"].startswith("llama2-7b q8_0")]
     sizes = Counter((r["n_threads"], r["model_type"]) for r in plain)
@@ -107,7 +105,7 @@ def _key(r: plot.Row) -> Any:
 
 
 def _what(r: plot.Row) -> tuple[Any, ...]:
-    return output.label(r), r["n_depth"], r["n_prompt"]
+    return speed.label(r), r["n_depth"], r["n_prompt"]
 
 
 def _point(r: plot.Row) -> plot.Row | None:
@@ -204,11 +202,11 @@ FIGURE = plot.Figure(
 )
 
 
-PEAK = runner.Measurement(
+PEAK = Measurement(
     name="peak",
     about="The compute peak of this machine, the top of the roof, in a few seconds.",
-    options=(),
-    groups=groups,
+    case=PeakCase,
+    groups=lambda _: [[PeakCase(N, _threads())]],
     measure=measure,
     table=table,
 )

@@ -2,7 +2,7 @@
 
 It follows the paper: single-token times at several lengths S, a line y(S) = y(0) + slope*S through
 the samples of each S in its interquartile range, and z(S) = (y(S) - y(0)) / y(S). Beside it stands
-the share that the attention nodes themselves take; bench/answered.md names the script that timed
+the share that the attention nodes themselves take; docs/tried.md names the script that timed
 them. A second row of panels has the real model of figure `token_rate`, if there is one, with lines
 through its own lengths.
 """
@@ -18,8 +18,8 @@ import numpy as np
 from bench import plot
 from bench.users import token_rate
 from pyorch.bench import paper
-from pyorch.bench.plan import Case
 from pyorch.bench.records import load_all, read_case, spread
+from pyorch.cli.bench.speed import SpeedCase
 
 FILE = "speed.jsonl"
 NEEDS = "sparq-cpp bench --layers 4 -d '2048-32768*2' -n 20 -r 10"
@@ -45,7 +45,7 @@ def data(folder: Path) -> list[plot.Row]:
     return rows
 
 
-def _is_of_paper(c: Case) -> bool:
+def _is_of_paper(c: SpeedCase) -> bool:
     plain = not c.text and c.type_k == c.type_v == "f16"
     return plain and c.model_type.startswith("llama2-7b q8_0")
 
@@ -92,14 +92,14 @@ def fit(at: dict[int, np.ndarray]) -> tuple[float, float]:
     return float(slope), float(start)
 
 
-def _samples(file: Path, wanted: Callable[[Case], bool]) -> dict[Kind, Lines]:
+def _samples(file: Path, wanted: Callable[[SpeedCase], bool]) -> dict[Kind, Lines]:
     """The lines of each model that is wanted, from the newest run of each length.
 
     A line belongs to one library: the newest one with `MIN_LENGTHS` lengths, if there is one.
     """
     found: dict[Kind, dict[str, dict[str, dict[int, np.ndarray]]]] = {}  # by library, newest last
     for rec in load_all(file):
-        c = read_case(Case, rec)
+        c = read_case(SpeedCase, rec)
         if c.spec.sparse and not rec["counters"].get("calls_sparse"):
             continue  # it ran dense below min_ctx, so it does not belong on its line
         if c.n_gen and c.n_depth and wanted(c):

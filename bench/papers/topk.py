@@ -91,8 +91,7 @@ SCORES = plot.Figure(
 NEEDLES = plot.Figure(
     name="topk_needle",
     title="A needle for exact top-k, SparQ and StreamingLLM",
-    caption="Qwen2.5-Coder-0.5B-Instruct. Blue: found; red: not found; in brackets the 95 % "
-    "interval.",
+    caption="Qwen2.5-Coder-0.5B-Instruct. Blue: found; red: not found.",
     needs=NEEDS,
     file=f"{NEEDLE}/needle.jsonl",
     data=needles,

@@ -1,6 +1,6 @@
 """Fits how the time of a token grows with the number of positions, for stock and ours in turns.
 
-    python -m bench growth [-m MODEL] [-d 4096-65536*2] [-a SPEC]...
+    python -m bench growth -n 20 [-m MODEL] [-d 4096-65536*2] [-a SPEC]...
 
 If only bytes count, the slope of ours is below its ratio times that of stock. Each round of all
 depths has a line of its own, through the medians of its tokens: a machine that is slower for some
@@ -12,63 +12,39 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import click
 import numpy as np
 
-from bench import plot, runner
-from pyorch.bench import output, speed
-from pyorch.bench.plan import Case, SpeedPlan, check
-from pyorch.bench.records import Done, Record, Result
-from pyorch.bench.worker import Workers
-from pyorch.cli.types import Number, Numbers
+from bench import plot
+from pyorch.bench.records import Record
+from pyorch.cli.bench import speed
+from pyorch.cli.bench.measurement import Given
+from pyorch.cli.bench.speed import SpeedCase
+from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.table import markdown
 
-TOKENS = 20  # of a test
-OPTIONS = (
-    runner.SOME_MODEL,
-    runner.layers(2),
-    click.option("-d", "--n-depth", type=Numbers(1), default="4096-65536*2", show_default=True),
-    runner.specs("sparq,ratio=1/8"),
-    runner.THREADS,
-    click.option(
-        "--rounds", type=Number(int, 1), default=5, show_default=True, help="Rounds of all depths."
-    ),
+DEPTHS = [4096, 8192, 16384, 32768, 65536]
+ROUNDS = click.option(
+    "--rounds", type=Number(int, 1), default=5, show_default=True, help="Rounds of all depths."
 )
+OPTIONS = tuple(x for x in speed.MEASUREMENT.options if x not in (speed.REPETITIONS, speed.OUTPUT))
 
 
-def _plan(given: runner.Given) -> SpeedPlan:
-    """The plan of a round, whose number is its seed."""
-    return SpeedPlan(
-        models=[runner.model_of(given)],
-        n_gen=[TOKENS],
-        n_depth=given.n_depth,
-        threads=[given.threads],
-        specs=given.specs,
-        repetitions=1,
-    )
-
-
-def groups(given: runner.Given) -> list[list[Case]]:
-    """A group for each depth of each round.
+def groups(given: Given) -> list[list[SpeedCase]]:
+    """A group for each depth of each round, whose number is its seed.
 
     Raises:
-        SparqError: there is only one depth, or a sparse row is dense at one.
+        SparqError: there is only one depth, or as `speed.groups`.
     """
+    given.n_depth = given.n_depth or DEPTHS
     if len(set(given.n_depth)) < 2:
         raise SparqError("a slope needs two depths", "-d 4096,16384", exit_code=2)
-    plan = _plan(given)
-    planned = [g for i in range(given.rounds) for g in replace(plan, seed=i + 1).groups()]
-    check(planned)
-    return [cases for _, cases in planned]
-
-
-def measure(given: runner.Given, group: Sequence[Case], done: Done) -> list[Result]:
-    plan = _plan(given)
-    with Workers() as processes:
-        return speed.measure(plan, Path(plan.models[0]), group, processes, done)
+    given.repetitions, given.n_layer = 1, given.n_layer or 2
+    speed.complete(given)
+    found = speed.groups(given)
+    return [[replace(c, seed=i + 1) for c in g] for i in range(given.rounds) for g in found]
 
 
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -80,7 +56,7 @@ def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def table(recs: Sequence[Record]) -> str:
     """A table for each model and number of threads."""
     models: dict[tuple[str, int], list[plot.Row]] = {}
-    for r in output.rows(recs):
+    for r in speed.rows(recs):
         if not r["below_min_ctx"]:  # in records until November 2026
             models.setdefault((r["model_type"], r["n_threads"]), []).append(r)
     return "\n\n".join(_table(*of, rows) for of, rows in models.items())
@@ -89,7 +65,7 @@ def table(recs: Sequence[Record]) -> str:
 def _table(model: str, threads: int, rows: Sequence[plot.Row]) -> str:
     rounds: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for r in rows:
-        points = rounds.setdefault(r["seed"], {}).setdefault(output.label(r), [])
+        points = rounds.setdefault(r["seed"], {}).setdefault(speed.label(r), [])
         points.append((r["n_depth"], r["median_ns"]))
     fits: dict[str, list[tuple[float, float, float]]] = {}  # per round: slope, at 0, share
     for lines in rounds.values():
@@ -112,13 +88,13 @@ def _table(model: str, threads: int, rows: Sequence[plot.Row]) -> str:
     return f"{title}\n\n{markdown(head, body)}"
 
 
-MEASUREMENT = runner.Measurement(
+MEASUREMENT = replace(
+    speed.MEASUREMENT,
     name="growth",
     about="How the time of a token grows with the positions, stock and ours in turns.",
-    options=OPTIONS,
+    options=(*OPTIONS, ROUNDS),
     groups=groups,
-    measure=measure,
     table=table,
-    libraries=("stock", "sparq"),
-    cost=lambda group: group[0].n_depth,
+    rows=None,
+    summary=None,
 )

@@ -14,41 +14,37 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import children, native
-from pyorch.attention.spec import AttentionSpec
+from pyorch.bench.turns import OFF, Side
+from pyorch.cli.bench.measurement import from_option, number_of, threads
 from pyorch.errors import SparqError
+from pyorch.models.content import content_hash
 
 HOST = "127.0.0.1"
 READY_S = 600  # that a server may take to load its model
 Times = list[float]  # of the tokens of a reply, seconds since it was asked for
 
 
-@dataclass(frozen=True)
-class Case:
-    """A kind of server. `model` is a hash; `spec` is off in both of stock's."""
+@dataclass(frozen=True, kw_only=True)
+class ServerCase(Side):
+    """A kind of server."""
 
-    model: str
-    library: str
-    flash_attn: bool
-    spec: AttentionSpec
-    n_slot: int
-    n_prompt: int
-    n_gen: int
-    n_threads: int
-    n_rounds: int
+    model: str = from_option(to=lambda given: content_hash(given.model))
+    n_slot: int = number_of("--slots", default=8, text="Users.")
+    n_prompt: int = number_of("-p", "--n-prompt", default=4096, low=2)
+    n_gen: int = number_of("-n", "--n-gen", default=64, low=4)
+    n_threads: int = threads()
+    n_rounds: int = number_of("--samples", default=5)
 
-
-def cases(specs: Sequence[AttentionSpec], **common: Any) -> list[Case]:
-    """Stock's two, then ours with each of `specs`."""
-    off = AttentionSpec("off")
-    stock = [Case(library="stock", flash_attn=fa, spec=off, **common) for fa in (False, True)]
-    return stock + [Case(library="sparq", flash_attn=True, spec=s, **common) for s in specs]
+    @property
+    def name(self) -> str:
+        return self.place.replace("stock", "llama.cpp") if self.library == "stock" else self.label
 
 
 @dataclass
 class Server:
     """A server that runs, and the prompts of its slots."""
 
-    case: Case
+    case: ServerCase
     port: int
     prompts: list[list[int]]
 
@@ -103,7 +99,7 @@ def events(port: int, body: object) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def running(case: Case, model: Path, log: Path) -> Iterator[int]:
+def running(case: ServerCase, model: Path, log: Path) -> Iterator[int]:
     """A server of this kind: its port.
 
     Raises:
@@ -116,7 +112,7 @@ def running(case: Case, model: Path, log: Path) -> Iterator[int]:
     argv = [folder / "llama-server", "-m", model, "--host", HOST, "--port", port, "-c", n_ctx]
     argv += ["-np", case.n_slot, "-t", case.n_threads, "-fa", "on" if case.flash_attn else "off"]
     argv += ["--no-kv-unified", "--cache-ram", 0, "--no-warmup"]
-    if case.spec.method != "off":
+    if case.spec != OFF:
         argv += ["--sparse-attn", case.spec]
     with (
         log.open("wb") as out,
@@ -138,7 +134,7 @@ def _answers(port: int) -> bool:
         return False
 
 
-def prompts(port: int, book: str, case: Case) -> list[list[int]]:
+def prompts(port: int, book: str, case: ServerCase) -> list[list[int]]:
     """A piece of the book for each slot; they differ from the first token on."""
     with request(port, "/tokenize", {"content": book}) as answer:
         tokens = json.load(answer)["tokens"]
@@ -148,7 +144,7 @@ def prompts(port: int, book: str, case: Case) -> list[list[int]]:
     return [tokens[i : i + case.n_prompt] for i in range(0, need, case.n_prompt)]
 
 
-def check(case: Case, timings: Sequence[dict[str, Any]]) -> None:
+def check(case: ServerCase, timings: Sequence[dict[str, Any]]) -> None:
     """Raises:
     SparqError: a reply of ours was not, in every layer that is ours, what its setting says.
     """
@@ -158,7 +154,3 @@ def check(case: Case, timings: Sequence[dict[str, Any]]) -> None:
         n, calls = read.get("steps", 0), read.get(f"calls_{kind}", 0)
         if n < case.n_gen - 1 or calls < max(n, 1) or calls % n:
             raise SparqError(f"a reply of {case.spec} did not run {kind}: {read}")
-
-
-def name_of(case: Case) -> str:
-    return f"llama.cpp -fa {int(case.flash_attn)}" if case.library == "stock" else str(case.spec)

@@ -21,15 +21,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
-from bench import plot, runner
+from bench import plot
 from pyorch import engine
 from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
 from pyorch.bench import records, state
-from pyorch.bench.plan import text_hash
-from pyorch.bench.records import Done, Record, Result, where_given
-from pyorch.cli import options as opt
+from pyorch.bench.records import Record, Result
+from pyorch.bench.turns import OFF, Side
+from pyorch.cli.bench.measurement import (
+    MODEL,
+    TEXT,
+    Done,
+    Given,
+    Measurement,
+    from_option,
+    model_name,
+    number_of,
+    rope_field,
+    settings,
+    tables,
+    text_hash,
+    threads,
+)
+from pyorch.cli.groups import option
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models.content import content_hash
@@ -43,61 +56,52 @@ STOCK = "llama.cpp"
 COUNTERS = ("calls_prefill", "blocks_fast", "prompt_visible", "prompt_read")
 OURS = tuple(f"dense,prompt={x}" for x in PROMPTS)
 SIDES = (  # attention, and whether flash attention is on
-    (AttentionSpec("off"), False),
-    (AttentionSpec("off"), True),
+    (OFF, False),
+    (OFF, True),
     *((parse_spec(line), True) for line in OURS),
 )
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class PromptCase(Side):
     """An attention at a depth. `model` and `text` are hashes."""
 
-    model: str
-    text: str
-    n_depth: int
-    flash_attn: bool
-    spec: AttentionSpec
-    n_threads: int
-    n_samples: int
+    model: str = from_option(to=lambda given: content_hash(given.model))
+    text: str = from_option(to=lambda given: text_hash(given.text))
+    n_depth: int = from_option(
+        option(
+            "-d",
+            "--n-depth",
+            type=Numbers(0),
+            default="0,2048,8192,16384,32000",
+            show_default=True,
+        )
+    )
+    n_threads: int = threads()
+    n_samples: int = number_of("--samples", default=3)
     library: str = "sparq"
-    repack: bool = where_given(True)
-    rope: str = where_given("")
+    repack: bool = from_option(
+        option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
+        default=True,
+        where_given=True,
+        to=lambda given: not given.repack,
+    )
+    rope: str = rope_field()
 
 
-OPTIONS = (
-    runner.MODEL,
-    runner.TEXT,
-    click.option(
-        "-d", "--n-depth", type=Numbers(0), default="0,2048,8192,16384,32000", show_default=True
-    ),
-    runner.THREADS,
-    opt.rope_options,
-    click.option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
-    runner.samples(3),
-)
-
-
-def groups(given: runner.Given) -> list[list[Case]]:
+def groups(given: Given) -> list[list[PromptCase]]:
     """All cases in one group, since all attentions take turns."""
-    common = {
-        "model": content_hash(given.model),
-        "text": text_hash(given.text),
-        "n_threads": given.threads,
-        "n_samples": given.samples,
-        "repack": not given.no_repack,
-        "rope": str(given.rope.settings() or ""),
-    }
+    shared = settings(PromptCase, given)
     return [
         [
-            Case(n_depth=d, flash_attn=fa, spec=spec, **common)
+            PromptCase(**shared, n_depth=d, flash_attn=fa, spec=spec)
             for d in sorted(given.n_depth)
             for spec, fa in SIDES
         ]
     ]
 
 
-def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Result]:
+def measure(given: Given, cases: Sequence[PromptCase], done: Done) -> list[Result]:
     """The samples of all cases, those of a depth in turns.
 
     Raises:
@@ -106,7 +110,7 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
     depths = sorted({c.n_depth for c in cases})
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
     first = cases[0]
-    found: dict[Case, dict[str, Any]] = {c: {"samples_ns": [], "counters": {}} for c in cases}
+    found: dict[PromptCase, dict[str, Any]] = {c: {"samples_ns": [], "counters": {}} for c in cases}
     with engine.load_model(given.model, repack=first.repack) as loaded:
         tokens = engine.tokenize(loaded, given.text)
         if len(tokens) < depths[-1] + CHUNK:
@@ -124,7 +128,7 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
             )
 
         ours = session(True, READER)
-        stock = {fa: session(fa, spec) for spec, fa in SIDES if spec.method == "off"}
+        stock = {fa: session(fa, spec) for spec, fa in SIDES if spec == OFF}
         for depth in depths:
             engine.set_attention(ours, READER)
             n = len(ours.tokens)
@@ -139,20 +143,20 @@ def measure(given: runner.Given, cases: Sequence[Case], done: Done) -> list[Resu
             here = [c for c in cases if c.n_depth == depth]
             for turn in range(here[0].n_samples):
                 for case in here[:: -1 if turn % 2 else 1]:
-                    s = ours if case.spec.method != "off" else stock[case.flash_attn]
+                    s = ours if case.spec != OFF else stock[case.flash_attn]
                     _time(s, case, tokens[depth : depth + CHUNK], found[case])
         for s in (ours, *stock.values()):
             s.close()
     refuse_idle(found)
-    return list(found.values())
+    return [result | {"model_name": model_name(given.model)} for result in found.values()]
 
 
-def refuse_idle(found: Mapping[Case, Result]) -> None:
+def refuse_idle(found: Mapping[PromptCase, Result]) -> None:
     """Raises:
     SparqError: our attention did not read a prompt as a case says, or read none sparsely.
     """
     for c, r in found.items():
-        if c.spec.method == "off":
+        if c.spec == OFF:
             continue
         if not r["counters"]["calls_prefill"]:
             raise SparqError(f"{c.spec}: our attention did not read the prompt")
@@ -164,7 +168,9 @@ def refuse_idle(found: Mapping[Case, Result]) -> None:
         raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
 
 
-def _time(s: engine.Session, case: Case, tokens: Sequence[int], found: dict[str, Any]) -> None:
+def _time(
+    s: engine.Session, case: PromptCase, tokens: Sequence[int], found: dict[str, Any]
+) -> None:
     engine.set_attention(s, case.spec)
     engine.prefill(s, tokens[:WARM])
     engine.rewind(s, case.n_depth)
@@ -204,7 +210,7 @@ class Line:
 def lines(recs: Sequence[Record]) -> list[Line]:
     found: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
     for rec in recs:
-        case = records.read_case(Case, rec)
+        case = records.read_case(PromptCase, rec)
         at = found.setdefault((case.spec, case.flash_attn), [])
         at.append((case.n_depth, records.spread(rec["samples_ns"])[0] / 1e9))
     return [
@@ -214,12 +220,12 @@ def lines(recs: Sequence[Record]) -> list[Line]:
 
 
 def name_of(spec: AttentionSpec, flash_attn: bool) -> str:
-    return f"{STOCK} -fa {int(flash_attn)}" if spec.method == "off" else f"ours, {spec.prompt}"
+    return f"{STOCK} -fa {int(flash_attn)}" if spec == OFF else f"ours, {spec.prompt}"
 
 
 def table(recs: Sequence[Record]) -> str:
     """Those of all runs, of which each has its own model, cache and weights."""
-    return "\n\n".join(_table(list(run.values())) for run in records.by_run(recs))
+    return tables(recs, _table)
 
 
 def _table(recs: Sequence[Record]) -> str:
@@ -245,7 +251,7 @@ def _table(recs: Sequence[Record]) -> str:
         ]
         for x in all_lines
     ]
-    case, env = records.read_case(Case, recs[0]), recs[0]["env"]
+    case, env = records.read_case(PromptCase, recs[0]), recs[0]["env"]
     about = (
         f"{recs[0]['model_name']}, weights {'rearranged' if case.repack else 'as in the file'}, "
         f"K in f16, V in f16, {case.n_threads} threads, "
@@ -319,10 +325,11 @@ FIGURE = plot.Figure(
 )
 
 
-MEASUREMENT = runner.Measurement(
+MEASUREMENT = Measurement(
     name="prompt_time",
     about="Time of the prompt: 512 tokens at each depth, llama.cpp's attention and ours in turns.",
-    options=OPTIONS,
+    case=PromptCase,
+    options=(MODEL, TEXT),
     groups=groups,
     measure=measure,
     table=table,

@@ -18,49 +18,39 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
-from bench import plot, runner
+from bench import plot
 from bench.users import llama_server
-from bench.users.llama_server import Case, Server, Times, name_of
+from bench.users.llama_server import Server, ServerCase, Times
 from pyorch.bench import records
-from pyorch.bench.records import Done, Record, Result
-from pyorch.cli.types import Number
+from pyorch.bench.records import Record, Result
+from pyorch.bench.turns import sides
+from pyorch.cli.bench.measurement import (
+    MODEL,
+    TEXT,
+    Done,
+    Given,
+    Measurement,
+    model_name,
+    settings,
+    specs,
+    tables,
+)
 from pyorch.errors import SparqError
-from pyorch.models.content import content_hash
 from pyorch.table import markdown
 
 FILE = "serving.jsonl"
 PERCENTILES = (50, 95, 99)
-OPTIONS = (
-    runner.MODEL,
-    runner.TEXT,
-    click.option("--slots", type=Number(int, 1), default=8, show_default=True, help="Users."),
-    click.option("-p", "--n-prompt", type=Number(int, 2), default=4096, show_default=True),
-    click.option("-n", "--n-gen", type=Number(int, 4), default=64, show_default=True),
-    runner.specs("dense", "sparq,ratio=1/8"),
-    runner.THREADS,
-    runner.samples(5),
-)
 
 
-def groups(given: runner.Given) -> list[list[Case]]:
+def groups(given: Given) -> list[list[ServerCase]]:
     """All servers in one group."""
-    return [
-        llama_server.cases(
-            given.specs,
-            model=content_hash(given.model),
-            n_slot=given.slots,
-            n_prompt=given.n_prompt,
-            n_gen=given.n_gen,
-            n_threads=given.threads,
-            n_rounds=given.samples,
-        )
-    ]
+    shared = settings(ServerCase, given)
+    return [[ServerCase(**shared, **x) for x in sides((False, True), "f16", given.specs)]]
 
 
-def measure(given: runner.Given, group: Sequence[Case], done: Done) -> list[Result]:
+def measure(given: Given, group: Sequence[ServerCase], done: Done) -> list[Result]:
     """The result of each kind: medians over the rounds, and percentiles over single tokens.
 
     Raises:
@@ -87,6 +77,7 @@ def measure(given: runner.Given, group: Sequence[Case], done: Done) -> list[Resu
                 done((len(group) * (turn + 1) + i + 1) / n_steps)
     return [
         {
+            "model_name": model_name(given.model),
             "samples": r["samples"],  # tokens per second of each round
             "first_s": r["first_s"],
             "between_s": {str(p): float(np.percentile(r["between_s"], p)) for p in PERCENTILES},
@@ -110,15 +101,15 @@ def tokens_per_s(replies: Sequence[Times]) -> float:
 
 def rows(recs: Sequence[Record]) -> list[plot.Row]:
     """A row for each kind of server of one run."""
-    found = [(records.read_case(Case, r), r) for r in recs]
-    rate = {name_of(c): records.spread(r["samples"]) for c, r in found}
+    found = [(records.read_case(ServerCase, r), r) for r in recs]
+    rate = {c.name: records.spread(r["samples"]) for c, r in found}
     best = max(x[0] for name, x in rate.items() if name.startswith("llama.cpp"))
     out = []
     for c, r in found:
-        mid, low, high = rate[name_of(c)]
+        mid, low, high = rate[c.name]
         out.append(
             {
-                "attention": name_of(c),
+                "attention": c.name,
                 "tokens_per_s": mid,
                 "tokens_per_s_low": low,
                 "tokens_per_s_high": high,
@@ -133,11 +124,11 @@ def rows(recs: Sequence[Record]) -> list[plot.Row]:
 
 def table(recs: Sequence[Record]) -> str:
     """Those of all runs, each of which has its own model and sizes."""
-    return "\n\n".join(_table(list(run.values())) for run in records.by_run(recs))
+    return tables(recs, _table)
 
 
 def _table(recs: Sequence[Record]) -> str:
-    case, env = records.read_case(Case, recs[0]), recs[0]["env"]
+    case, env = records.read_case(ServerCase, recs[0]), recs[0]["env"]
     head = ["attention", "tokens/s of all slots", "against the best stock"]
     head += ["ms between tokens, p50 / p95 / p99", "s to the first token, median / maximum"]
     body = [
@@ -167,7 +158,7 @@ def data(folder: Path) -> list[plot.Row]:
     runs = records.by_run(records.load_all(folder / FILE))
     plot.need(runs, "the speed of servers", NEEDS)
     recs = list(runs[-1].values())
-    case = records.read_case(Case, recs[0])
+    case = records.read_case(ServerCase, recs[0])
     about = {"model": recs[0]["model_name"], "slots": case.n_slot, "positions": case.n_prompt}
     return [about | {"threads": case.n_threads} | r for r in rows(recs)]
 
@@ -201,10 +192,11 @@ FIGURE = plot.Figure(
 )
 
 
-MEASUREMENT = runner.Measurement(
+MEASUREMENT = Measurement(
     name="serving",
     about="Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns.",
-    options=OPTIONS,
+    case=ServerCase,
+    options=(MODEL, TEXT, specs("dense", "sparq,ratio=1/8")),
     groups=groups,
     measure=measure,
     table=table,

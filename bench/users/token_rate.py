@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from pyorch.bench import output
+from pyorch.cli.bench import speed
 
 FILE = "token_rate/speed.jsonl"
 NEEDS = (
@@ -25,7 +25,7 @@ def of_last_model(folder: Path) -> list[plot.Row]:
     def key(r: plot.Row) -> tuple[Any, ...]:
         return *(r[x] for x in SAME), r["n_depth"], r["library"], r["flash_attn"], r["sparse_attn"]
 
-    found = [r for r in plot.rows_of(folder, FILE, output.rows, key) if r["n_gen"]]
+    found = [r for r in plot.rows_of(folder, FILE, speed.rows, key) if r["n_gen"]]
     if not found:
         return []
     last = max(found, key=lambda r: r["test_time"])

@@ -1,12 +1,13 @@
-"""Where K and V of a model on a GPU lie, and the time of a token that follows.
+"""Where layers lie: on which machine, and on a GPU or with K and V in memory.
 
-llama.cpp puts K and V of a layer where its weights are. What does not fit there may stay in memory,
-where our attention reads it on the CPU: of as many layers as it must, since a layer in memory costs
-a token many times what it costs on the GPU.
+llama.cpp puts K and V of a layer where its weights are. What does not fit on a GPU may stay in
+memory, where our attention reads it on the CPU: of as many layers as it must, since a layer in
+memory costs a token many times what it costs on the GPU.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -17,17 +18,6 @@ from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
 MARGIN = 1 << 30  # bytes of a GPU that computing takes, as llama.cpp's own --fit leaves free
-_OFF = AttentionSpec()
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second: those that the CPU's threads read from memory, that a GPU reads from its
-    own, and that reach it from memory."""
-
-    memory: float
-    gpu: float
-    link: float
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,9 @@ class Cache:
             return ()
         # llama.cpp reads a prompt on the GPU, which gets K and V of a layer at a time for it
         free -= max(sizes.values())
-        read = {c.il: c.bytes_read for c in self._costs(self.n_ctx)}
+        bytes_each = (t.bytes_per_element for t in self.types)
+        costs = cost.layer_costs(self.geo, self.spec or AttentionSpec(), self.n_ctx, *bytes_each)
+        read = {c.il: c.bytes_read for c in costs}
         kept: list[int] = []
         order = sorted(sizes, key=lambda il: (-read[il] / sizes[il], sizes[il], il))
         for size, group in groupby(order, lambda il: sizes[il]):
@@ -84,27 +76,27 @@ class Cache:
             free -= n * size
         return tuple(il for il in sizes if il not in kept)
 
-    def token_s(self, n_pos: int, rates: Rates, in_memory: Collection[int]) -> float:
-        """The least seconds that a token takes after `n_pos` positions, all weights on a GPU: the
-        bytes that it reads, each where it lies. Without our attention K and V in memory go to the
-        GPU for each token."""
-        total = self.geo.weight_bytes_per_token / rates.gpu
-        spec = self.spec or _OFF
-        for c in self._costs(n_pos):
-            ours = c.ours and spec.method != "off"
-            if c.il in in_memory:
-                total += c.bytes_read / rates.memory if ours else c.bytes_dense / rates.link
-            else:
-                is_short = c.bytes_dense < 1e6 * spec.gpu_min_mb
-                total += (c.bytes_dense if is_short else c.bytes_read) / rates.gpu
-        return total
-
-    def _costs(self, n_pos: int) -> Sequence[cost.LayerCost]:
-        sizes = (t.bytes_per_element for t in self.types)
-        return cost.layer_costs(self.geo, self.spec or _OFF, n_pos, *sizes)
-
 
 def layers_on_gpu(n_layer: int, n_gpu_layers: int | None) -> range:
     """The layers that llama.cpp puts on GPUs: the last ones, the output counting as one more."""
     n = n_layer + 1 if n_gpu_layers is None else min(n_gpu_layers, n_layer + 1)
     return range(n_layer + 1 - n, n_layer)
+
+
+def split_layers(
+    n_layer: int, parts: Sequence[float], n_gpu_layers: int | None = None
+) -> list[range]:
+    """The layers that are here, and those of each worker (llama.cpp's `load_tensors`): the first
+    ones here if not all are to be elsewhere, then as each worker's part says, the output last.
+
+    Args:
+        parts: how the workers share, in any unit.
+        n_gpu_layers: layers that are elsewhere, with the output as one; None: all.
+    """
+    n_away = n_layer + 1 if n_gpu_layers is None else min(n_gpu_layers, n_layer + 1)
+    shares = [sum(parts[: i + 1]) / sum(parts) for i in range(len(parts))]
+    owner = [bisect.bisect_right(shares, i / n_away) for i in range(n_away)]
+    ends = [n_layer + 1 - n_away]
+    for i in range(len(parts)):
+        ends.append(ends[-1] + owner.count(i))
+    return [range(ends[0]), *map(range, ends, ends[1:])]

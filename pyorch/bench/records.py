@@ -12,10 +12,9 @@ import json
 import os
 import platform
 import re
-import secrets
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields
 from functools import cache
@@ -27,7 +26,6 @@ import numpy as np
 from pyorch import __version__, paths, system
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.errors import SparqError
-from pyorch.progress import Progress
 
 SCHEMA = 1
 # The versions of the measurements. Whoever changes what one measures, or how, raises its number:
@@ -98,10 +96,11 @@ def machine_name() -> str:
 
 @cache
 def machine() -> Machine:
-    from pyorch.native import carried_cuda, cuda, probe
+    from pyorch import native
+    from pyorch.native import cuda, probe
 
     gpu: _Gpu = {}
-    if cuda.present() or carried_cuda.usable()[0]:
+    if native.uses_cuda():
         first = cuda.devices()[0][0]
         gpu = {"gpu": first.name, "gpu_gib": round(first.memory / 2**30, 1)}
     return {
@@ -210,6 +209,14 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
         os.fsync(f.fileno())
 
 
+def check_writable(file: Path) -> None:
+    """Raises:
+    SparqError: records cannot be added to the file.
+    """
+    with _opened(file):
+        pass
+
+
 @contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
     try:
@@ -266,7 +273,6 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
 
 
 Result = dict[str, Any]  # the part of a record beside its case
-Done = Callable[[float], None]  # called with the share of the group that is done
 
 
 def where_given(default: Any) -> Any:
@@ -276,9 +282,11 @@ def where_given(default: Any) -> Any:
 
 
 def case_of(case: Timed) -> dict[str, Any]:
-    """A case in the form of records, in which settings of attention become text."""
+    """A case in the form of records, in which settings of attention become text. A field may be
+    `unrecorded`."""
+    of = {f.name: getattr(case, f.name) for f in fields(case) if not f.metadata.get("unrecorded")}
     unset = {f.name: f.default for f in fields(case) if f.metadata.get("where_given")}
-    given = {k: v for k, v in vars(case).items() if k not in unset or v != unset[k]}
+    given = {k: v for k, v in of.items() if k not in unset or v != unset[k]}
     return {k: str(v) if isinstance(v, AttentionSpec) else v for k, v in given.items()}
 
 
@@ -291,70 +299,6 @@ def read_case(kind: type[Kind], rec: Record) -> Kind:
 
 
 _spec = cache(parse_spec)  # thousands of records have the same few
-
-
-def resume(
-    bench: str,
-    groups: Sequence[Sequence[Case]],
-    measure: Callable[[Sequence[Case], Done], list[Result]],
-    file: Path,
-    progress: Progress,
-    *,
-    cost: Callable[[Sequence[Case]], int],
-    force: bool = False,
-    libraries: Sequence[str] = ("stock", "sparq"),
-    failed: Callable[[Sequence[Case], SparqError], None] | None = None,
-) -> list[Record]:
-    """Measure the groups that `file` lacks, each once, add them there, and return all records in
-    order.
-
-    Args:
-        measure: returns one result per case of a group.
-        cost: how long a group takes, in any unit, for the estimate of the time left.
-        libraries: the libraries that are measured; they are built first if necessary.
-        failed: called with a group that could not be measured, which is then left out; without it
-            the error ends the run.
-    """
-    from pyorch import native
-
-    env = environment({x: native.built(stock=x == "stock") for x in libraries})
-    runs = [] if force else by_run(load_all(file, keyed=True))
-    groups = [g for i, g in enumerate(groups) if g not in groups[:i]]
-
-    def known(group: Sequence[Case]) -> list[Record] | None:
-        """The latest run that has all cases of a group, since ratios are within one run."""
-        keys = [key(bench, case_of(c), env["stamps"][c.library]) for c in group]
-        found = (run for run in reversed(runs) if all(k in run for k in keys))
-        return next(([run[k] for k in keys] for run in found), None)
-
-    todo = [g for g in groups if known(g) is None]
-    if todo:
-        with _opened(file):  # measure nothing that cannot be kept
-            pass
-    total, spent = sum(cost(g) for g in todo), 0
-    for group in todo:
-        share = cost(group)
-
-        def done(x: float, spent: int = spent, share: int = share) -> None:
-            progress(int(spent + x * share), total)
-
-        try:
-            results = measure(group, done)
-        except SparqError as error:
-            if failed is None:
-                raise
-            failed(group, error)
-            spent += share
-            continue
-        run = secrets.token_hex(4)
-        made = []
-        for case, result in zip(group, results, strict=True):
-            stamp = env["stamps"][case.library]
-            made.append(record(bench, case_of(case), stamp, **result, run=run, env=env))
-            append(file, made[-1])
-        runs += by_run(made)
-        spent += share
-    return [rec for group in groups for rec in known(group) or []]
 
 
 def run_of(rec: Record) -> str:

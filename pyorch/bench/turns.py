@@ -1,8 +1,9 @@
-"""Code for benches that measure stock llama.cpp and ours side by side, in turns."""
+"""Cases of stock llama.cpp and of ours that are timed in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,8 +15,10 @@ from pyorch.errors import SparqError
 
 FLOATS = ("f32", "f16", "bf16")  # llama.cpp quantises V only with flash attention
 MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
+OFF = AttentionSpec("off")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Side:
     """The part of a case that says what runs. `library` is stock or sparq."""
 
@@ -37,25 +40,48 @@ class Side:
 S = TypeVar("S", bound=Side)
 
 
-def turns(
-    n: int, which: range, reader: MemoryReader, bandwidth: list[float], *, swap: bool = False
-) -> Iterator[tuple[int, Iterable[int]]]:
-    """Yields (turn, order of the `n` cases): forwards, then backwards; reversed with `swap`. Adds
-    the bandwidth that `reader` measures first."""
+def sides(
+    flash_attn: Sequence[bool], type_v: str, specs: Sequence[AttentionSpec]
+) -> list[dict[str, Any]]:
+    """The fields of the sides that take turns: stock with each of `flash_attn` that this type of V
+    allows, and ours with each of `specs`."""
+    stock = [fa for fa in flash_attn if fa or type_v in FLOATS]
+    found = [{"library": "stock", "flash_attn": fa, "spec": OFF} for fa in stock]
+    ours = dict.fromkeys(specs)
+    return found + [{"library": "sparq", "flash_attn": True, "spec": spec} for spec in ours]
+
+
+def in_turns(
+    group: Sequence[S],
+    which: range,
+    once: Callable[[S, int], Mapping[str, Any]],
+    reader: MemoryReader,
+    done: Callable[[float], None],
+    *,
+    swap: bool = False,
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Time the cases forwards, then backwards; the reverse with `swap`. Turns below 0 warm up.
+
+    Returns:
+        The samples and the sums of the counters of each case, and the bandwidth before each turn.
+    """
+    bandwidth: list[float] = []
+    samples: list[list[int]] = [[] for _ in group]
+    counters: list[dict[str, int]] = [{} for _ in group]
     for turn in which:
         reader.read()  # the threads of the last turn go to sleep meanwhile
         bandwidth.append(reader.read())
-        yield turn, range(n - 1, -1, -1) if (turn % 2 == 1) != swap else range(n)
-
-
-def gather(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The samples and counters of all turns of one case."""
-    counters: dict[str, int] = {}
-    for turn in found:
-        for name, value in turn["counters"].items():
-            if isinstance(value, int):
-                counters[name] = counters.get(name, 0) + value
-    return {"samples_ns": [x for turn in found for x in turn["samples_ns"]], "counters": counters}
+        for i in range(len(group))[:: -1 if (turn % 2 == 1) != swap else 1]:
+            got = once(group[i], turn)
+            if turn < 0:
+                continue
+            samples[i] += got["samples_ns"]
+            for name, value in got["counters"].items():
+                if isinstance(value, int):
+                    counters[i][name] = counters[i].get(name, 0) + value
+        done((turn - which.start + 1) / len(which))
+    pairs = zip(samples, counters, strict=True)
+    return [{"samples_ns": ns, "counters": counted} for ns, counted in pairs], bandwidth
 
 
 def check_dense(group: Sequence[S], process: Callable[[S], Worker], n_depth: int) -> None:
@@ -78,4 +104,20 @@ def check_dense(group: Sequence[S], process: Callable[[S], Worker], n_depth: int
         raise SparqError(
             f"our dense attention differs from stock's at {n_depth} positions: NMSE {nmse:.2g}",
             "a wrong kernel is not timed; run `make test`",
+        )
+
+
+def refuse_idle(
+    what: str, counters: Mapping[str, int], name: str, n_calls: int, *, at_least: bool = False
+) -> None:
+    """Refuse to report a row unless a counter has the number of calls that its setting makes.
+
+    Raises:
+        SparqError: it has not.
+    """
+    got = counters.get(name, 0)
+    if got < n_calls or (got > n_calls and not at_least):
+        raise SparqError(
+            f"{what}: {name} is {got}, not {n_calls}; not reported",
+            "`sparq-cpp explain` says when attention stays dense, for example below min_ctx",
         )

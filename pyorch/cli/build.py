@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
@@ -46,7 +45,7 @@ def command(
     The source is downloaded once. Source and builds are kept in the cache (SPARQ_CACHE). With
     SPARQ_CUDA=0 neither this nor any other command uses CUDA.
     """
-    from pyorch.native import build, carried
+    from pyorch.native import build
     from pyorch.native import cuda as toolkit
 
     options = build.Options(stock=stock, portable=portable)
@@ -63,34 +62,10 @@ def command(
             options = build.working(options)
     if options.cuda:
         say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
-    before = build.find(options, names)
     folder = build.build(options, names, jobs, force)
-    if options == build.Options() and folder != before and carried.fits():
-        _tell_gain(folder)
     if env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')
         print(f"export LLAMA_CPP_LIB_PATH={lib} MTMD_CPP_LIB={lib}")
     else:
         print(folder)
-
-
-def _tell_gain(folder: Path) -> None:
-    """Say how much faster a build made here is than the library of the wheel."""
-    from pyorch.bench import gain
-    from pyorch.native import carried
-
-    say("measuring it beside the library of the wheel")
-    try:
-        with_wheel = carried.find_cpu()
-        assert with_wheel is not None, "the caller has looked"
-        found = gain.gain(folder, with_wheel).values()
-        prompt, dense, sparse = (f"{low:.2f} to {high:.2f}" for low, high in found)
-    except SparqError as error:  # of what a build does without
-        say(f"it could not be measured: {error.message}")
-        return
-    say(
-        f"with {gain.N_LAYER} layers of {gain.LIKE}, after {gain.N_BEFORE:,} positions, it reads a "
-        f"prompt {prompt} times as fast as the wheel's, and decodes {dense} times as fast; "
-        f"{sparse} times at 1/8"
-    )

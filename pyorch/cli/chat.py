@@ -87,7 +87,6 @@ def command(
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
-    stop: tuple[str, ...],
     chosen: TemplateOptions,
     as_json: bool,
 ) -> None:
@@ -103,14 +102,14 @@ def command(
     if resume and documents:
         raise SparqError("--resume cannot be combined with --document", "give one of them", 2)
     messages = _resume(resume) if resume else []
-    found = chat_documents.load_all(documents, system)
+    chosen_documents = chat_documents.load_all(documents, system)
     saved = chat_documents.saved_beside(resume) if resume else []
     if system:  # it replaces the system message of a resumed conversation
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
-    with open_session(model, spec, context, load, documents=found or saved) as session:
+    with open_session(model, spec, context, load, documents=chosen_documents or saved) as session:
         template = chosen.template(session)
-        template.stop += stop
+        template.stop += sampling.stop
         if not template.builtin:
             note("note: this model has no chat template; a plain transcript is used", "yellow")
         chat = Chat(
@@ -122,13 +121,13 @@ def command(
             as_json,
             sys.stdin.isatty(),
             messages,
-            documents=found,
+            documents=chosen_documents,
             keeps=not no_keep,
         )
         for document in saved:
             chat_documents.go_on(chat, document)
-        if found:
-            chat_documents.open_in(chat, found[0])
+        if chosen_documents:
+            chat_documents.open_in(chat, chosen_documents[0])
         note_system(template, chat.messages)
         _loop(chat)
 
@@ -139,16 +138,14 @@ def _loop(chat: Chat) -> None:
         if n := sum(m["role"] != "system" for m in chat.messages):
             note(f"{n} messages of an earlier conversation", "dim")
     say_once = cache(say)  # once, not for each line
+    source = "your message" if chat.interactive else "stdin"
     for line in _typed(chat.keeps) if chat.interactive else _piped():
         try:
-            if re.match(rb"/[^/\s]", line):
-                if not _run_command(chat, os.fsdecode(line)):  # it may have the name of a file
-                    return
-            else:
+            if not re.match(rb"/[^/\s]", line):
                 text = line[1:] if line.startswith(b"//") else line
-                _reply(
-                    chat, decoded(text, "your message" if chat.interactive else "stdin", say_once)
-                )
+                _reply(chat, decoded(text, source, say_once))
+            elif not _run_command(chat, os.fsdecode(line)):  # it may have the name of a file
+                return
         except SparqError as error:
             if not chat.interactive:
                 raise
@@ -159,9 +156,7 @@ def _loop(chat: Chat) -> None:
 
 def _piped() -> Iterator[bytes]:
     """Yields the lines of a pipe, messages and commands, without blank ones."""
-    for raw in raw_lines(streams.stdin(), "stdin"):
-        if line := raw.strip():
-            yield line
+    yield from filter(None, map(bytes.strip, raw_lines(streams.stdin(), "stdin")))
 
 
 def _typed(keeps: bool) -> Iterator[bytes]:
@@ -214,47 +209,43 @@ def _history(keeps: bool) -> Callable[[], None]:
 
 def _run_command(chat: Chat, line: str) -> bool:
     """Run a `/command`. Returns False if it ends the chat."""
+    name, _, argument = line.partition(" ")
+    argument = argument.strip()
     if "\0" in line:
         raise SparqError("the command contains NUL bytes", "is the input UTF-8?", exit_code=2)
-    name, _, rest = line.partition(" ")
-    rest = rest.strip()
-    if name in ("/exit", "/quit"):
-        return False
+    if name in ("/read", "/ratio", "/save") and not argument:
+        value = "a ratio" if name == "/ratio" else "a file name"
+        raise SparqError(f"{name} needs {value}", f"{name} 1/4, or {name} FILE: see /help", 2)
     if name == "/help":
         note(HELP.format(cache=paths.cache()))
     elif name == "/read":
-        chat_documents.read(chat, _path("/read", rest))
+        chat_documents.read(chat, paths.expanded(argument))
     elif name == "/document":
-        chat_documents.choose(chat, rest)
+        chat_documents.choose(chat, argument)
     elif name == "/stats":
         _print_stats(chat)
     elif name == "/clear":
         chat.begin()
         note("a new conversation", "dim")
     elif name == "/dense":
-        _set_attention(chat, AttentionSpec("dense"))
+        _set_attention(chat, chat.sparse.of_prompt)
     elif name == "/ratio":
-        if not rest:
-            raise SparqError("/ratio needs a ratio", "/ratio 1/4", exit_code=2)
-        _set_attention(chat, chat.sparse.at_ratio(parse_ratio(rest)))
+        _set_attention(chat, chat.sparse.at_ratio(parse_ratio(argument)))
     elif name == "/save":
-        _save(chat, rest)
-    else:
+        _save(chat, argument)
+    elif name not in ("/exit", "/quit"):
         raise SparqError(
             f"unknown command {name}",
             f"/help lists the commands; to send it as a message, begin with /{name}",
             exit_code=2,
         )
-    return True
+    return name not in ("/exit", "/quit")
 
 
 def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
     from pyorch import engine
 
     engine.set_attention(chat.session, spec)
-    if chat.keeps and (spec.prompt, spec.prompt_p) != (chat.spec.prompt, chat.spec.prompt_p):
-        chat.keeps = False  # what is kept is named by how all of it was read
-        note("prompts are read in another way from here on, so /read keeps nothing", "dim")
     chat.spec = spec
     if spec.sparse:
         chat.sparse = spec
@@ -265,44 +256,34 @@ def _print_stats(chat: Chat) -> None:
     used, n_ctx = len(chat.session.tokens), chat.session.n_ctx
     note(f"attention {chat.spec}, context {used} of {n_ctx} positions")
     note(chat.summary.line() if chat.summary else "no reply yet")
-    if chat.summary and chat.summary.info:
-        for line in devices(chat.summary.info):
-            note(line)
-
-
-def _path(command: str, name: str) -> Path:
-    if not name:
-        raise SparqError(f"{command} needs a file name", f"{command} FILE", exit_code=2)
-    return paths.expanded(name)
+    for line in devices(chat.summary.info) if chat.summary and chat.summary.info else ():
+        note(line)
 
 
 def _save(chat: Chat, name: str) -> None:
     from pyorch.models.new_file import new_file
 
-    kv = name.endswith(" kv")
-    name = name.removesuffix(" kv")
+    with_kv = name.endswith(" kv")
+    path = paths.expanded(name.removesuffix(" kv"))
     text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
-    with new_file(path := _path("/save", name), force=True, private=True) as (partial, _):
+    with new_file(path, force=True, private=True) as (partial, _):
         # what UTF-8 cannot have becomes an escape of JSON
         partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    if kv and chat.session.tokens:
-        chat_documents.save_beside(chat.session, chat.template, path)
-    note(f"{len(chat.messages)} messages written to {name}", "dim")
+    if with_kv and chat.session.tokens:
+        chat_documents.save_beside(chat, path)
+    note(f"{len(chat.messages)} messages written to {path}", "dim")
 
 
 def _resume(name: str) -> list[dict[str, str]]:
-    hint = "it takes a file written by /save"
     try:
         messages = json.loads(read_text(Path(name)))["messages"]
-        found = [{"role": str(m["role"]), "content": m["content"]} for m in messages]
-        if not all(isinstance(m["content"], str) for m in found):  # of others, a list of parts
+        # the content of others is a list of parts, and a transcript has no name for other roles
+        if not all(isinstance(m["content"], str) and m["role"] in ROLES for m in messages):
             raise TypeError
+        return [{"role": m["role"], "content": m["content"]} for m in messages]
     except (ValueError, KeyError, TypeError):
+        hint = f"it takes a file written by /save, with the roles {', '.join(ROLES)}"
         raise SparqError(f"{name}: not a saved conversation", hint) from None
-    for m in found:
-        if m["role"] not in ROLES:
-            raise SparqError(f"{name}: a message has the role {m['role']!r}", ", ".join(ROLES))
-    return found
 
 
 def _reply(chat: Chat, text: str) -> None:
@@ -310,40 +291,30 @@ def _reply(chat: Chat, text: str) -> None:
     moves to the next message."""
     from pyorch import engine
 
-    before = list(chat.messages)
-    read, chat.text = chat.text, ""
-    chat.messages.append({"role": "user", "content": read + text})
-    if read:
-        chat.read.append(read)
+    before = list(chat.messages), list(chat.read), chat.text
+    chat.messages.append({"role": "user", "content": chat.text + text})
+    chat.read += [chat.text] if chat.text else []
+    chat.text = ""
+    sampling = chat.sampling.drawn()
     try:
         prompt = _trimmed_prompt(chat)
         engine.reset_counters(chat.session)
-        sampling = chat.sampling.drawn()
         reply, finish = _stream(chat, prompt, sampling)
     except (SparqError, KeyboardInterrupt):
-        _take_back(chat, before, read)
+        chat.messages, chat.read, chat.text = before
         raise
+    chat.summary = summary_of(chat.session)
     if reply or finish != "interrupted":
         chat.messages.append({"role": "assistant", "content": reply})
+        chat_documents.keep(chat)
     else:  # it was stopped during prefill
-        _take_back(chat, before, read)
-    chat.summary = summary_of(chat.session)
-    chat_documents.keep(chat)
+        chat.messages, chat.read, chat.text = before
     if chat.as_json:
-        said = {"reply": reply, "finish": finish, "seed": sampling.seed}
-        print_json({**said, **chat.summary.json()}, indent=None)
+        answer = {"reply": reply, "finish": finish, "seed": sampling.seed}
+        print_json({**answer, **chat.summary.json()}, indent=None)
     if chat.interactive:
         note(chat.summary.line(), "dim")
     _note_end(chat, finish)
-
-
-def _take_back(chat: Chat, before: list[dict[str, str]], read: str) -> None:
-    """Put back the conversation from before a message that was not answered, and keep the text of
-    /read that it had for the next one."""
-    chat.messages[:] = before
-    if read:
-        chat.read.pop()
-        chat.text = read
 
 
 def _note_end(chat: Chat, finish: str) -> None:
@@ -364,40 +335,17 @@ def _note_end(chat: Chat, finish: str) -> None:
 def _trimmed_prompt(chat: Chat) -> list[int]:
     """The tokens of the conversation. Its oldest messages are dropped if they leave no room for a
     reply, and those with a text of /read are dropped last."""
-    dropped = 0
+    n_before = len(chat.messages)
     while True:
         tokens = chat.template.tokens(chat.messages)
         fits = len(tokens) + LEFT_FREE <= chat.session.n_ctx
-        oldest = _oldest(chat)
+        oldest = chat.oldest()
         if fits or oldest is None:
             break
         del chat.messages[oldest : oldest + 2]  # a question and its answer
-        dropped += 2
-    if dropped and fits:
-        note(f"note: the context is full: the {dropped} oldest messages were dropped", "yellow")
+    if fits and (n := n_before - len(chat.messages)):
+        note(f"note: the context is full: the {n} oldest messages were dropped", "yellow")
     return tokens
-
-
-def _oldest(chat: Chat) -> int | None:
-    """The index of the question to drop first; None if there is only the one to answer."""
-    first = 1 if chat.messages[0]["role"] == "system" else 0
-    questions = range(first, len(chat.messages) - 1, 2)
-    return min(questions, key=lambda i: (_has_text(chat, i), i), default=None)
-
-
-def _has_text(chat: Chat, i: int) -> bool:
-    """Whether message i begins with a text from /read."""
-    return chat.messages[i]["content"].startswith(tuple(chat.read))
-
-
-def _most_tokens(chat: Chat, n_prompt: int) -> int:
-    """The most tokens of a reply. If a reply filled the context, the next message would push out
-    the text that was read, so it gets half of the room."""
-    if chat.max_tokens is not None:
-        return chat.max_tokens
-    room = chat.session.n_ctx - n_prompt
-    has_text = any(_has_text(chat, i) for i in range(len(chat.messages)))
-    return max(room // 2, LEFT_FREE) if has_text else chat.session.n_ctx
 
 
 def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str]:
@@ -413,7 +361,7 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
         pieces = engine.generate(
             chat.session,
             prompt,
-            max_tokens=_most_tokens(chat, len(prompt)),
+            max_tokens=chat.most_tokens(len(prompt)),
             sampling=sampling,
             stop=chat.template.stop,
             progress=progress,
@@ -423,11 +371,9 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
             text = piece.text if reply else piece.text.lstrip()
             reply, finish = reply + text, piece.finish
             if not chat.as_json:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                print(text, end="", flush=True)
     if not chat.as_json:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(flush=True)
     if finish == "interrupted":
         note("(stopped)" if reply else "(stopped, the message is dropped)", "dim")
     return reply, finish

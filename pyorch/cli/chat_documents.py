@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch import paths
-from pyorch.cli.conversation import Chat
+from pyorch.cli.conversation import LEFT_FREE, Chat
 from pyorch.cli.loading import open_document
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Size
@@ -18,8 +18,7 @@ from pyorch.progress import Progress
 from pyorch.text_file import read_text
 
 if TYPE_CHECKING:
-    from pyorch.engine import Document, Session
-    from pyorch.engine.chat_template import ChatTemplate
+    from pyorch.engine import Document
 
 WORTH_KEEPING = 1024  # tokens; less is read in a moment
 LIMIT = 8 << 30  # bytes of all that /read keeps, unless a variable has another; 0 keeps nothing
@@ -33,15 +32,15 @@ def load_all(names: Sequence[str], system: str | None) -> list[Document]:
     """
     from pyorch.engine import document_file
 
-    found = [document_file.load(document_file.find(name)) for name in names]
-    for d in found:
+    documents = [document_file.named(name) for name in names]
+    for d in documents:
         if d.form != "chat":
             again = "sparq-cpp read, without --plain"
             raise SparqError(f"{d.path}: it was not read for a chat", f"read it again: {again}")
         if system is not None and system != d.system:
-            said = f"{d.path}: it was read with another system message"
-            raise SparqError(said, "leave out --system, or read it again with it", exit_code=2)
-    return found
+            why = f"{d.path}: it was read with another system message"
+            raise SparqError(why, "leave out --system, or read it again with it", exit_code=2)
+    return documents
 
 
 def saved_beside(conversation: str) -> list[Document]:
@@ -49,21 +48,19 @@ def saved_beside(conversation: str) -> list[Document]:
     from pyorch.engine import document_file
 
     path = _beside(Path(conversation))
-    if not path.is_file():
-        return []
     try:
-        return [document_file.load(path)]
+        return [document_file.load(path)] if path.is_file() else []
     except SparqError as error:
         note(f"note: {error.message}: the conversation is read again", "yellow")
         return []
 
 
-def save_beside(session: Session, template: ChatTemplate, conversation: Path) -> None:
+def save_beside(chat: Chat, conversation: Path) -> None:
     """Write K and V of a conversation beside it."""
     from pyorch import engine
 
     reading, path = engine.Reading(conversation.name, "", "saved"), _beside(conversation)
-    engine.keep_document(session, path, reading, template, session.tokens, force=True)
+    engine.keep_document(chat.session, path, reading, chat.template, chat.session.tokens)
 
 
 def _beside(conversation: Path) -> Path:
@@ -75,21 +72,19 @@ def open_in(chat: Chat, document: Document) -> None:
     from pyorch import engine
 
     reading = engine.reading_of(document)
-    is_read = open_document(chat.session, document, chat.template, reading.messages("a"))
+    used = open_document(chat.session, document, chat.template, reading.messages("a"))
     chat.begin(reading.opening, chat.template.now)
     chat.messages = reading.messages("")[:-1]  # the system message, if there is one
-    if is_read:
+    if used:
         note(f"{document.name}: {document.n_tokens} tokens, read before", "dim")
-    else:
-        note("hint: use the chat template that it was read with, or read it again", "yellow")
 
 
 def go_on(chat: Chat, document: Document) -> None:
     """Open what `/save FILE kv` has kept of the conversation: all up to its last reply."""
-    asked = [i for i, m in enumerate(chat.messages) if m["role"] == "user"]
-    said = chat.messages[: asked[-1] + 1] if asked else []
+    questions = [i for i, m in enumerate(chat.messages) if m["role"] == "user"]
+    messages = chat.messages[: questions[-1] + 1] if questions else []
     try:
-        open_document(chat.session, document, chat.template if asked else None, said)
+        open_document(chat.session, document, chat.template if questions else None, messages)
     except SparqError as error:
         note(f"note: {error.message}: the conversation is read again", "yellow")
 
@@ -119,13 +114,16 @@ def read(chat: Chat, path: Path) -> None:
     n, n_before = (
         len(engine.tokenize(chat.session, t, add_special=False)) for t in (text, chat.text)
     )
-    chat.check_room(f"{path} with what comes before it" if chat.text else str(path), n_before + n)
+    if n_before + n + LEFT_FREE > (n_ctx := chat.session.n_ctx):
+        longer = "start again with a larger --ctx; --rope-scale stretches a model's own"
+        what = f"{path} has {n} tokens" + f" after {n_before} of earlier texts" * bool(chat.text)
+        raise SparqError(f"{what}, but the context has {n_ctx} positions", longer)
     system = next((m["content"] for m in chat.messages if m["role"] == "system"), "")
     reading = engine.Reading(path.name, text, "chat", system)
     is_first, chat.text = not chat.text, chat.text + reading.opening
-    said = f"{path}: {n} tokens, before your next message"
+    comment = f"{path}: {n} tokens, before your next message"
     if not is_first:
-        said += " and after what was read for it"
+        comment += " and after what was read for it"
     elif n >= WORTH_KEEPING and all(m["role"] == "system" for m in chat.messages):
         with suppress(SparqError):  # a cache that cannot be kept, or a damaged file: it is read
             kept = engine.kept_path(chat.session, reading, chat.template)
@@ -134,8 +132,8 @@ def read(chat: Chat, path: Path) -> None:
                 chat.session, document_file.load(kept), chat.template, reading.messages("a")
             ):
                 os.utime(kept)  # it was used
-                chat.keep, said = None, f"{said}, read before"
-    note(said, "dim")
+                chat.keep, comment = None, f"{comment}, read before"
+    note(comment, "dim")
 
 
 def limit() -> int:
@@ -144,12 +142,11 @@ def limit() -> int:
     Raises:
         SparqError: SPARQ_DOCUMENTS_LIMIT is not a size; more than somebody wanted would be kept.
     """
-    given = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "") or str(LIMIT)
+    size = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "") or str(LIMIT)
     try:
-        return 0 if given == "0" else Size().convert(given, None, None)
-    except SparqError:
-        said = f"SPARQ_DOCUMENTS_LIMIT {given!r} is not a size"
-        raise SparqError(said, "512M or 2G; 0 keeps nothing", exit_code=2) from None
+        return 0 if size == "0" else Size().convert(size, None, None)
+    except SparqError as error:
+        raise SparqError(f"SPARQ_DOCUMENTS_LIMIT: {error.message}", error.hint, 2) from None
 
 
 def keep_first(
@@ -172,14 +169,12 @@ def keep(chat: Chat) -> None:
     """Keep what `/read` has read, now that it is in the cache."""
     from pyorch import engine
 
-    if chat.keep is None:
+    if chat.keep is None or limit() == 0 or not chat.keeps:
         return
     (path, reading), chat.keep = chat.keep, None
-    if limit() == 0 or not chat.keeps:
-        return
     try:
         paths.private(path.parent)
-        engine.keep_document(chat.session, path, reading, chat.template, force=True)
+        engine.keep_document(chat.session, path, reading, chat.template)
         engine.make_room(limit())
     except (SparqError, OSError) as error:
         note(f"note: {reading.name} is not kept: {error}", "yellow")

@@ -1,15 +1,14 @@
-"""The state of a chat: what was said and read, and with which settings."""
+"""The state of a chat: its messages, what it has read, and with which settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli.summary import Summary
-from pyorch.errors import SparqError
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, Reading, Sampling, Session
@@ -40,7 +39,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         # the last sparse settings, which /ratio goes back to after /dense
-        self.sparse = self.spec if self.spec.sparse else AttentionSpec("sparq")
+        self.sparse = self.spec if self.spec.sparse else replace(self.spec, method="sparq")
 
     def begin(self, text: str = "", now: datetime | None = None) -> None:
         """Begin a new conversation, with a text before its first message. now: the time that it
@@ -52,10 +51,22 @@ class Chat:
         self.read.clear()
         self.text, self.keep = text, None
 
-    def check_room(self, name: str, n_tokens: int) -> None:
-        """Refuse a text that leaves no room for a reply."""
-        if n_tokens + LEFT_FREE > (n_ctx := self.session.n_ctx):
-            longer = "start again with a larger --ctx; --rope-scale stretches a model's own"
-            raise SparqError(
-                f"{name} has {n_tokens} tokens, but the context has {n_ctx} positions", longer
-            )
+    def has_text(self, i: int) -> bool:
+        """Whether message i begins with a text from /read."""
+        return self.messages[i]["content"].startswith(tuple(self.read))
+
+    def oldest(self) -> int | None:
+        """The index of the question to drop first, those with a text of /read last; None if there
+        is only the one to answer."""
+        first = 1 if self.messages[0]["role"] == "system" else 0
+        questions = range(first, len(self.messages) - 1, 2)
+        return min(questions, key=lambda i: (self.has_text(i), i), default=None)
+
+    def most_tokens(self, n_prompt: int) -> int:
+        """The most tokens of a reply. If a reply filled the context, the next message would push
+        out the text that was read, so it gets half of the room."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        room = self.session.n_ctx - n_prompt
+        has_text = any(map(self.has_text, range(len(self.messages))))
+        return max(room // 2, LEFT_FREE) if has_text else self.session.n_ctx

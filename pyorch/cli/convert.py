@@ -59,15 +59,15 @@ def command(model: str, out: str | None, outtype: str, force: bool, yes: bool) -
     check_target(target, force)
     folder = _downloaded(spec, agree) if spec else Path(model)
     checkpoint = convert.read_checkpoint(folder, name)
-    convert.check_architecture(checkpoint, say)
-    python = convert_env.python(say, agree)
+    convert.check_architecture(checkpoint)
+    python = convert_env.python(agree)
     with progress_bar("converting") as progress:
         file = convert.convert(
             checkpoint,
             target,
             outtype,
             python=python,
-            scripts=convert_env.scripts(say),
+            scripts=convert_env.scripts(),
             force=force,
             progress=progress,
         )
@@ -80,8 +80,6 @@ def _downloaded(spec: Spec, agree: Say) -> Path:
 
     found = pull.find_files(spec, convert.FILES)
     if not any(f.name.endswith(".safetensors") for f in found.files):
-        if any(f.name == convert.ADAPTER for f in found.files):
-            raise convert.is_adapter(spec.repo, {})
         raise SparqError(f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull")
     if not found.complete:
         agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")

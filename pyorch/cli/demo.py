@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,10 +59,9 @@ def command(ratio: float, yes: bool) -> None:
     model = ModelOptions(MODEL, yes)
     with open_session(model, spec, ContextOptions(), LoadOptions()) as session:
         pairs = complete(session, spec)
-    if spec.sparse and not _calls(pairs, "sparse"):
+    if spec.sparse and not any(run.calls("sparse") for _, run in pairs):
         raise SparqError("the demo ran without sparse attention: the counter of sparse calls is 0")
     print(_table(spec, pairs))
-    sys.stdout.flush()
 
 
 def story() -> str:
@@ -82,17 +80,13 @@ class Run:
     text: str
     summary: Summary
 
-
-@dataclass(frozen=True)
-class Pair:
-    """Both completions of a sentence."""
-
-    dense: Run
-    sparse: Run
+    def calls(self, kind: str) -> int:
+        """Those of attention: `sparse`, `dense_op` or `stock`."""
+        return self.summary.info.counter(f"calls_{kind}") if self.summary.info else 0
 
 
-def complete(session: Session, spec: AttentionSpec) -> list[Pair]:
-    """Read the story, and complete each sentence twice, shown as it comes."""
+def complete(session: Session, spec: AttentionSpec) -> list[tuple[Run, Run]]:
+    """Read the story, and complete each sentence, dense and sparse, shown as it comes."""
     from pyorch import engine
 
     text = story()
@@ -100,59 +94,48 @@ def complete(session: Session, spec: AttentionSpec) -> list[Pair]:
     with progress_bar("reading the story", of="tokens") as progress:
         engine.prefill(session, engine.align(session, prompts[0]), progress=progress)
     title, _, _ = text.partition("\n")
-    read = f"{len(prompts[0])} tokens, read in {session.timings.prefill_s:.1f} s"
-    _say(f"{title}, with two sentences added: {read}\n")
+    time = f"{len(prompts[0])} tokens, read in {session.timings.prefill_s:.1f} s"
+    print(f"{title}, with two sentences added: {time}")
     pairs = []
     for (_, cue, rest), tokens in zip(FACTS, prompts, strict=True):
-        _say(f"\n{cue} ...\n")
-        runs = []
-        for name, which in ((STOCK, AttentionSpec("off")), (str(spec), spec)):
-            _say(f"    {name + ':':<20}")
-            runs.append(_continue(session, tokens, which))
-            _say("\n")
-        _say(f"    {'the story:':<20} {rest}\n")
-        pairs.append(Pair(*runs))
-    _say("\n")
+        print(f"\n{cue} ...")
+        dense = _continue(session, tokens, AttentionSpec("off"), STOCK)
+        pairs.append((dense, _continue(session, tokens, spec, str(spec))))
+        print(f"    {'the story:':<20} {rest}")
+    print()
     return pairs
 
 
-def _say(text: str) -> None:
-    click.echo(text, nl=False)
-
-
-def _continue(session: Session, tokens: list[int], spec: AttentionSpec) -> Run:
+def _continue(session: Session, tokens: list[int], spec: AttentionSpec, name: str) -> Run:
     """Greedy continuation of what is already in the cache, to the end of the line."""
     from pyorch import engine
 
     engine.set_attention(session, spec)
     engine.prefill(session, engine.align(session, tokens))
     engine.reset_counters(session)
+    print(f"    {name + ':':<20}", end="")
     text = ""
     for piece in engine.generate(session, tokens, max_tokens=N_TOKENS, stop=("\n",)):
-        _say(piece.text)
+        print(piece, end="", flush=True)
         text += piece.text
+    print()
     return Run(text, summary_of(session))
 
 
-def _table(spec: AttentionSpec, pairs: Sequence[Pair]) -> str:
+def _table(spec: AttentionSpec, pairs: Sequence[tuple[Run, Run]]) -> str:
     """Time, bytes and calls, side by side."""
-    before, after = (
+    dense, sparse = (
         statistics.median(s for run in runs for s in run.summary.timings.decode_s)
-        for runs in ([p.dense for p in pairs], [p.sparse for p in pairs])
+        for runs in zip(*pairs, strict=True)
     )
-    bytes_read = [i.bytes_per_token for p in pairs if (i := p.sparse.summary.info)]
-    read, full = (sum(side) // len(bytes_read) for side in zip(*bytes_read, strict=True))
-    calls = [_calls(pairs, kind) for kind in ("sparse", "dense_op", "stock")]
-    times = [f"{1e3 * before:.1f} ms", f"{1e3 * after:.1f} ms ({before / after:.1f}x)"]
+    n_bytes = [run.summary.info.bytes_per_token for _, run in pairs if run.summary.info]
+    read, full = (sum(side) // len(n_bytes) for side in zip(*n_bytes, strict=True))
+    calls = [sum(run.calls(kind) for _, run in pairs) for kind in ("sparse", "dense_op", "stock")]
     share = f"{human_bytes(read)} ({100 * read / max(full, 1):.1f} %)"
+    time = f"{1e3 * sparse:.1f} ms ({dense / sparse:.1f}x)"
     rows = [
-        ["time per token, median", *times],
+        ["time per token, median", f"{1e3 * dense:.1f} ms", time],
         ["read by attention, per token", human_bytes(full), share],
         ["calls of attention that were sparse", "-", f"{calls[0]} of {sum(calls)}"],
     ]
     return markdown(["", STOCK, str(spec)], rows)
-
-
-def _calls(pairs: Sequence[Pair], kind: str) -> int:
-    infos = [pair.sparse.summary.info for pair in pairs]
-    return sum(info.counter(f"calls_{kind}") for info in infos if info)

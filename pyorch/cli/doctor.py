@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 
 import click
 
@@ -84,14 +85,13 @@ def _machine() -> Facts:
 
 def _toolchain() -> tuple[Facts, Facts]:
     """The tools that build the library, and the features that are off, with the reasons."""
-    from pyorch.native import cuda, probe
+    from pyorch.native import cmake, cuda, probe
 
-    compiler = probe.find_compiler()
-    if compiler is None:
-        return {"compiler": ""}, {"build": "no C and C++ compiler found"}
-    facts: Facts = {"compiler": compiler.version}
+    facts: Facts = {"compiler": ""}
     off: Facts = {}
     try:
+        compiler = cmake.need_tools()
+        facts["compiler"] = compiler.version
         found = probe.probe(compiler, native=True)
         facts |= {"isa": list(found.isa), "flags": list(found.flags), "openmp": found.openmp}
         off |= found.off
@@ -99,8 +99,7 @@ def _toolchain() -> tuple[Facts, Facts]:
         if toolkit:
             runs = " and run" if cuda.devices()[0] else ""
             facts["cuda"] = f"{toolkit.release}, programs with cuBLAS link{runs}"
-        if why := why or cuda.devices()[1]:
-            off["cuda"] = why
+        off["cuda"] = why or cuda.devices()[1]
     except SparqError as error:
         off["build"] = error.message
     return facts, off
@@ -111,28 +110,30 @@ def _built() -> tuple[Facts, Facts]:
     from pyorch import native
     from pyorch.native import build, carried, carried_cuda, cuda, smoke
 
-    kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
-    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.nvcc() else []
     facts: Facts = {}
     failed: Facts = {}
-    for options in kinds:
-        folder = build.find(options)
-        facts[options.name] = "not built for the present sources"
+
+    def add(name: str, folder: Path | None) -> None:
+        facts[name] = "not built for the present sources"
         if folder and (stamp := build.read_stamp(folder)):
-            facts[options.name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
-            failed |= stamp["off"]
+            facts[name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
+            failed.update(stamp["off"])
+            if "ranked" in stamp:
+                facts["variant"] = f"{stamp['isa'][0]}, of {', '.join(stamp['ranked'])}"
+
+    kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
+    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.find_nvcc() else []
+    for options in kinds:
+        add(options.name, build.find(options))
     try:
-        if (folder := carried.find_cpu()) and (stamp := build.read_stamp(folder)):
-            facts[carried.NAME] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
-            facts["variant"] = carried.about(stamp)
-            failed |= stamp["off"]
-            with_cuda, why = carried_cuda.find(folder)
-            if with_cuda and (stamp := build.read_stamp(with_cuda)):
-                facts[carried_cuda.NAME] = {"lib_dir": str(with_cuda), "stamp": stamp["stamp"]}
+        if cpu := carried.find_cpu():
+            add(carried.NAME, cpu)
+            with_cuda, why = carried_cuda.find(cpu)
+            if with_cuda:
+                add(carried_cuda.NAME, with_cuda)
             if with_cuda or why:
                 failed["cuda"] = why and f"{carried_cuda.PACKAGE} is not used: {why}"
-        used = native.find()
-        if used:
+        if used := native.find():
             facts["used"] = used.name
             facts["works"] = f"no: {fault}" if (fault := smoke.fault(used)) else "yes"
     except SparqError as error:

@@ -39,27 +39,27 @@ def list_command(folder: str | None, as_json: bool) -> None:
     """List the documents in our own folders, or in FOLDER."""
     if folder and not Path(folder).is_dir():
         raise SparqError(f"{folder}: no such folder")
-    found, broken = [], []
+    documents, broken = [], []
     for path in document_file.known(*([Path(folder)] if folder else document_file.folders())):
         try:
-            found.append(document_file.load(path, whole=False))
+            documents.append(document_file.load(path, whole=False))
         except SparqError as error:
             broken.append(error.message)
     if as_json:
-        print_json({"documents": [_about(d) for d in found], "unreadable": broken})
+        print_json({"documents": [_about(d) for d in documents], "unreadable": broken})
         return
-    names = [_name(d.path) for d in found]
+    names = [_name(d.path) for d in documents]
     width = max([len(n) for n in names] + [4]) + 2
-    if found:
+    if documents:
         print(f"{'name':<{width}}{'tokens':>9}{'file':>10}  {'read':<12}{'model':<44}what")
-    for name, d in zip(names, found, strict=True):
+    for name, d in zip(names, documents, strict=True):
         when = time.strftime("%Y-%m-%d", time.localtime(d.path.stat().st_mtime))
         when = when if d.is_whole else f"{100 * d.n_read // d.n_tokens} % of it"
         size = human_bytes(d.path.stat().st_size)
         print(f"{name:<{width}}{d.n_tokens:>9}{size:>10}  {when:<12}{d.model:<44}{d.name}")
     for message in broken:
         note(message, "yellow")
-    if not found and not broken:
+    if not documents and not broken:
         note("nothing is kept: sparq-cpp read TEXT -m MODEL reads a text once")
 
 
@@ -67,7 +67,7 @@ def list_command(folder: str | None, as_json: bool) -> None:
 @click.argument("name", type=File(), metavar="NAME|FILE")
 def show_command(name: str) -> None:
     """Show what a document is, and how it was read."""
-    d = document_file.load(document_file.find(name))
+    d = document_file.named(name)
     cache, _, shadow = d.kind.partition("\n")
     lines = {
         "what": d.name,
@@ -92,7 +92,7 @@ def show_command(name: str) -> None:
 def verify_command(names: Sequence[str]) -> None:
     """Compare every byte with the checksums that were written with it."""
     for name in names:
-        d = document_file.load(document_file.find(name))
+        d = document_file.named(name)
         with progress_bar(f"checking {d.path.name}") as progress:
             document_file.verify(d, progress)
         print(f"{d.path}: whole, {human_bytes(d.n_bytes)}")
@@ -103,10 +103,10 @@ def verify_command(names: Sequence[str]) -> None:
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 def rm_command(names: Sequence[str], yes: bool) -> None:
     """Remove documents, finished or not."""
-    found = [document_file.find(name) for name in names]
-    for path in found:
+    files = [document_file.find(name) for name in names]
+    for path in files:
         document_file.load(path, whole=False)  # nothing else is removed
-    remove_files(found, ", ".join(map(_name, found)), yes)
+    remove_files(files, ", ".join(map(_name, files)), yes)
 
 
 def _name(path: Path) -> str:

@@ -23,7 +23,6 @@ from pyorch.progress import progress_bar, say
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, SessionOptions
-    from pyorch.evals.run import EvalPlan
     from pyorch.evals.task import Task
     from pyorch.policies import Method
 
@@ -170,7 +169,6 @@ def run(
       sparq-cpp eval pack DIR TO   keep one line per method
     """
     from pyorch import evals
-    from pyorch.engine import document_file
 
     if wanted.listed:
         _list(evals.find(names) if names else list(evals.tasks().values()))
@@ -180,31 +178,35 @@ def run(
     if not name:
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
+    from pyorch.engine import document_file
+    from pyorch.engine.settings import layers_away
     from pyorch.evals import run as evaluate
     from pyorch.evals import table
 
     document = _document(examples, tasks)
     if document:
         wanted, load = _for_document(document, wanted, load)
-    plan = _plan(Path(name), tasks, wanted, load, examples)
-    context: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
-    context |= {"type_k": plan.type_k, "type_v": plan.type_v, "rope": plan.rope}
-    context["n_away"] = plan.n_away
-    file, _ = prepare(name, wanted.yes, context)
-    model = file.path
-    plan = replace(plan, model=model, placement=placement(load))
+    methods, setup = _methods(wanted), _setup(wanted, examples)
+    data = _data(examples.data, tasks)
+    options: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
+    options |= {"type_k": load.cache.cache_type_k, "type_v": load.cache.cache_type_v}
+    options |= {"n_away": layers_away(load.rpc.workers, load.n_gpu_layers)}
+    options |= {"rope": load.rope.settings()}
+    file, _ = prepare(name, wanted.yes, options)
     if document:
-        tokens, _ = document_file.content(document)
-        plan = replace(plan, document=document, setup={**plan.setup, "document": tokens})
-    folder = Path(out or Path("sparq-eval") / model.stem)
+        setup["document"], _ = document_file.content(document)
+    plan = evaluate.EvalPlan(
+        file.path, tasks, methods, wanted.n, setup, data, options, placement(load), document
+    )
+    folder = Path(out or Path("sparq-eval") / file.path.stem)
     note_if_busy()
     note_if_beyond(wanted.ctx, geometry(file).n_ctx_train)
     with (
         progress_bar("making the examples") as making,
         progress_bar("eval", off_terminal=say) as progress,
     ):
-        found = evaluate.run(plan, folder, making, progress, force=force)
-    print(table.FORMATS[output](found))
+        series = evaluate.run(plan, folder, making, progress, force=force)
+    print(table.FORMATS[output](series))
     note(f"records: {folder}", "dim")
 
 
@@ -241,31 +243,6 @@ def _for_document(
     return wanted, load
 
 
-def _plan(
-    model: Path,
-    tasks: list[Task],
-    wanted: MethodOptions,
-    load: opt.LoadOptions,
-    examples: ExampleOptions,
-) -> EvalPlan:
-    from pyorch.engine.settings import layers_away
-    from pyorch.evals.run import EvalPlan
-
-    return EvalPlan(
-        model=model,
-        tasks=tasks,
-        methods=_methods(wanted),
-        n=wanted.n,
-        setup=_setup(wanted, examples),
-        data=_data(examples.data, tasks),
-        n_threads=wanted.threads,
-        n_away=layers_away(load.rpc.workers, load.n_gpu_layers),
-        type_k=load.cache.cache_type_k,
-        type_v=load.cache.cache_type_v,
-        rope=load.rope.settings(),
-    )
-
-
 def _methods(wanted: MethodOptions) -> list[Method]:
     """Returns the methods; one that leaves k or rank to a ratio, and has none in its line, is
     repeated at each ratio.
@@ -290,16 +267,14 @@ def _methods(wanted: MethodOptions) -> list[Method]:
             "-a sparq or -a topk takes it",
             exit_code=2,
         )
-    if wanted.exact:
-        out = [_exact(m) for m in out]
-    return out
-
-
-def _exact(method: Method) -> Method:
-    """Methods in Python have no such bounds."""
-    if not (isinstance(method, AttentionSpec) and method.sparse):
-        return method
-    return replace(method, min_ctx=EXACT["min_ctx"], min_k=EXACT["min_k"])
+    if not wanted.exact:
+        return out
+    return [  # methods in Python have no bounds
+        replace(m, min_ctx=EXACT["min_ctx"], min_k=EXACT["min_k"])
+        if isinstance(m, AttentionSpec) and m.sparse
+        else m
+        for m in out
+    ]
 
 
 def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]:
@@ -321,17 +296,16 @@ def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]
 
 def _data(given: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:
     """Task -> file. A file without a task's name is for the only task that needs data."""
-    wanting = [t.name for t in tasks if t.data]
+    names = [t.name for t in tasks if t.data]
     out: dict[str, Path] = {}
     for text in given:
         name, eq, file = text.partition("=")
-        if not eq or name not in wanting:
-            if len(wanting) != 1 or (eq and not paths.expanded(text).exists()):
-                names = ", ".join(wanting) or "no task here needs data"
-                raise SparqError(
-                    f"--data {text!r}: for which task?", f"--data TASK=FILE: {names}", exit_code=2
-                )
-            name, file = wanting[0], text
+        if not eq or name not in names:
+            if len(names) != 1 or (eq and not paths.expanded(text).exists()):
+                known = ", ".join(names) or "no task here needs data"
+                hint = f"--data TASK=FILE: {known}"
+                raise SparqError(f"--data {text!r}: for which task?", hint, exit_code=2)
+            name, file = names[0], text
         out[name] = paths.expanded(file)
     return out
 
@@ -361,9 +335,9 @@ def table_command(folder: str, names: tuple[str, ...], output: str) -> None:
 
     `-o summary` puts all tasks in one.
     """
-    from pyorch.evals import series, summary, table
+    from pyorch.evals import series, table
 
-    form = table.FORMATS.get(output, summary.markdown)
+    form = table.FORMATS[output]
     print(table.of_folder(Path(folder), lambda f: form(series.read_folder(f, names))))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from textwrap import fill
-from typing import TYPE_CHECKING
 
 import click
 
@@ -20,20 +18,11 @@ from pyorch.attention.spec import (
     check_against_model,
     ratio_text,
 )
-from pyorch.cli import gpu
+from pyorch.cli import cluster, gpu
 from pyorch.cli import options as opt
-from pyorch.cli.cluster import cluster
-from pyorch.cli.cluster import show as show_cluster
 from pyorch.cli.groups import given_on_command_line, takes
-from pyorch.cli.lengths import (
-    expectation,
-    kinds_text,
-    layer_kinds,
-    lengths,
-    product_rate,
-    show,
-)
 from pyorch.cli.loading import model_path
+from pyorch.cli.prediction import Prediction, kinds_text
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry, layer_weights
@@ -41,8 +30,7 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory
 from pyorch.text import human_bytes
 
-if TYPE_CHECKING:
-    from pyorch.ggml import TensorType
+LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ class WholeContext(opt.ContextOptions):
 
 
 @dataclass(frozen=True)
-class Machines(opt.WorkerOptions):
+class Machines(opt.RpcOptions):
     """The other machines, and how many layers they hold together; or the GPU of this one."""
 
     n_gpu_layers: int | None = opt.gpu_option("on the workers of --rpc")
@@ -86,10 +74,9 @@ def command(
 
     The numbers come from the header of the model, or from its card if the model is not
     downloaded. The speed-ups are limits, by a roofline of bytes: the weights that a token reads, of
-    experts only those in use, and K and V over the measured memory bandwidth, as if nothing else
-    took time. With a GPU it measures that as well, and tells what fits there and how fast tokens
-    are with K and V there and in memory. With --rpc it asks the workers, and tells what each of
-    them holds and reads, and what passes for a token.
+    experts only those in use, and K and V over the memory bandwidth, which is measured once, as if
+    nothing else took time. With a GPU it tells what fits there. With --rpc it asks the workers, and
+    tells what each of them holds and reads.
     """
     from pyorch import engine
     from pyorch.bench import bandwidth
@@ -111,42 +98,55 @@ def command(
         if card := card_of(path):  # the file may call itself otherwise
             geo = replace(geo, name=card.title)
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
-    n_pos = context.ctx or geo.n_ctx_train or 4096
-    note_if_beyond(
-        n_pos, geo.n_ctx_train, "chat, generate and serve refuse it without --rope-scaling"
-    )
+    n_pos, trained = context.ctx or geo.n_ctx_train or 4096, geo.n_ctx_train
+    note_if_beyond(n_pos, trained, "chat, generate and serve refuse it without --rope-scaling")
     types = engine.cache_type(cache.cache_type_k), engine.cache_type(cache.cache_type_v)
-    layers = cost.layer_costs(geo, spec, n_pos, *(t.bytes_per_element for t in types))
-    if not layers:
+    p = Prediction(geo, spec, n_pos, types)
+    if not p.layers:
         raise SparqError(f"{geo.arch}: no layer has a KV cache, so there is nothing to make sparse")
-    threads = context.threads or engine.usable_cores()
-    found = Prediction(geo, spec, n_pos, types, layers, bandwidth.measured(threads), threads)
-    rate = product_rate() * min(threads / engine.usable_cores(), 1)
-    contexts = list(lengths(geo, spec, types, found.bandwidth, rate, free := available_memory()))
-    apart = None
-    if elsewhere.workers and file:
-        away = elsewhere.n_gpu_layers
-        apart = cluster(elsewhere, away, file, geo, spec, n_pos, types, found.bandwidth)
-    there = None if apart else gpu.facts(found.bandwidth)
-    if not (there or apart) and elsewhere.kv_offload is not None:
+    known = (trained, *LENGTHS) if 0 < trained < LENGTHS[0] else LENGTHS
+    rows = [replace(p, n_pos=n) for n in known]
+    threads, free = context.threads or engine.usable_cores(), available_memory()
+    shares = cluster.shares(elsewhere, elsewhere.n_gpu_layers, file, p) if file else []
+    room = None
+    if not shares and (gpus := gpu.gpus_here()):
+        held = layer_weights(file, geo.n_layer, used=False) if file else [geo.weight_bytes]
+        whole = Cache(geo, spec, types, n_pos, batch_size(n_pos))
+        room = gpu.room(gpus, whole, sum(held), elsewhere.kv_offload)
+    elif not shares and elsewhere.kv_offload is not None:
         note("note: no GPU is here, so K and V lie in memory", "yellow")
-    weights = sum(layer_weights(file, geo.n_layer, used=False)) if file else geo.weight_bytes
-    whole = Cache(geo, spec, types, n_pos, batch_size(n_pos))
-    places = gpu.places(there, whole, weights, elsewhere.kv_offload) if there else []
-    expected = expectation(geo, contexts)
+    rate = bandwidth.measured(threads)
     if as_json:
-        several = apart.json() if apart else {}
-        several |= {"gpu": asdict(there), "places": [asdict(x) for x in places]} if there else {}
-        many = {"lengths": [asdict(x) for x in contexts], "expectation": expected}
-        print_json({**found.json(), **many, **several})
-    else:
-        _print(found)
-        if apart:
-            show_cluster(apart)
-        if there:
-            gpu.show(there, places)
-        show(contexts, free)
-        print(f"\n{fill(expected, 90, initial_indent='  ', subsequent_indent='  ')}")
+        more: dict[str, object] = {"machines": [x.json() for x in shares]} if shares else {}
+        more |= {"gpu": asdict(room)} if room else {}
+        lengths = [_length(x, rate, free) for x in rows]
+        of_memory = {"bandwidth": rate, "threads": threads, **_times(p, rate)}
+        print_json({**p.json(), **of_memory, "lengths": lengths, **more})
+        return
+    _print(p, rate, threads)
+    if shares:
+        cluster.show(shares)
+    if room:
+        gpu.show(room, len(p.layers))
+    _print_lengths(rows, free)
+
+
+def _times(p: Prediction, rate: float) -> dict[str, float]:
+    """The least seconds of a token, if so many bytes per second are read."""
+    return {"token_s_dense": (p.weights + p.dense) / rate, "token_s": (p.weights + p.read) / rate}
+
+
+def _length(p: Prediction, rate: float, free: int) -> dict[str, object]:
+    return {
+        "positions": p.n_pos,
+        "memory": p.memory,
+        "fits": p.memory <= free,
+        "beyond_training": 0 < p.geo.n_ctx_train < p.n_pos,
+        **_times(p, rate),
+        "attention_share": p.share,
+        "attention_read": p.read / p.dense,
+        "speedup": p.speedup,
+    }
 
 
 def _from_card(name: str) -> Geometry | None:
@@ -166,90 +166,7 @@ def _from_card(name: str) -> Geometry | None:
     return card.geometry
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The bytes that a decoded token reads, and the time that this takes at least.
-
-    types: those of K and V in the cache; bandwidth: bytes per second that the threads read.
-    """
-
-    geo: Geometry
-    spec: AttentionSpec
-    n_pos: int
-    types: tuple[TensorType, TensorType]
-    layers: Sequence[cost.LayerCost]
-    bandwidth: float
-    threads: int
-
-    @property
-    def read(self) -> int:
-        return sum(c.bytes_read for c in self.layers)
-
-    @property
-    def dense(self) -> int:
-        return sum(c.bytes_dense for c in self.layers)
-
-    @property
-    def counted(self) -> tuple[int, int]:
-        """The bytes read, and those of dense attention, in the layers that /stats counts."""
-        ours = [c for c in self.layers if c.ours]
-        return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
-
-    @property
-    def memory(self) -> tuple[int, int]:
-        """The bytes of the cache and of the transposed K."""
-        cache = cost.cache_bytes(self.geo, self.n_pos, *self.types, cost.N_BATCH)
-        return cache, cost.shadow_bytes(self.geo, self.n_pos, self.spec)
-
-    def token_s(self, attention_bytes: int) -> float:
-        return (attention_bytes + self.geo.weight_bytes_per_token) / self.bandwidth
-
-    @property
-    def speedups(self) -> tuple[float, float]:
-        """The speed-ups of attention alone, and of a whole token."""
-        return self.dense / self.read, self.token_s(self.dense) / self.token_s(self.read)
-
-    def uses_mean_v(self, c: cost.LayerCost) -> bool:
-        return cost.uses_mean_v(self.spec) and not c.split.dense
-
-    def json(self) -> dict[str, object]:
-        cache, shadow = self.memory
-        return {
-            "model": self.geo.name,
-            "architecture": self.geo.arch,
-            "spec": str(self.spec),
-            "positions": self.n_pos,
-            "top_p": self.spec.top_p,
-            "cap": self.spec.cap,
-            "layers": [self._layer(c) for c in self.layers],
-            "layer_kinds": layer_kinds(self.geo),
-            "attention_bytes_per_token_dense": self.dense,
-            "attention_bytes_per_token": self.read,
-            "counted_bytes_per_token_dense": self.counted[1],
-            "counted_bytes_per_token": self.counted[0],
-            "weight_bytes_per_token": self.geo.weight_bytes_per_token,
-            "attention_share_dense": self.dense / (self.dense + self.geo.weight_bytes_per_token),
-            "cache_types": [t.name for t in self.types],
-            "kv_memory": cache,
-            "shadow_memory": shadow,
-            "bandwidth": self.bandwidth,
-            "token_s_dense": self.token_s(self.dense),
-            "token_s": self.token_s(self.read),
-            "speedup_attention": self.speedups[0],
-            "speedup_token": self.speedups[1],
-            "threads": self.threads,
-        }
-
-    def _layer(self, c: cost.LayerCost) -> dict[str, object]:
-        row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
-        row["mean_v"] = self.uses_mean_v(c)
-        return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
-
-
-# ---- for people ----
-
-
-def _print(p: Prediction) -> None:
+def _print(p: Prediction, rate: float, threads: int) -> None:
     geo = p.geo
     heads = f"{max(geo.n_head)} heads, {max(geo.n_head_kv)} for K and V, of {geo.head_dim_k}"
     print(f"{geo.name} ({geo.arch}): {geo.n_layer} layers, {heads}")
@@ -266,20 +183,16 @@ def _print(p: Prediction) -> None:
         rest = human_bytes(p.dense - of)
         print(f"    full layers               {_share(ours, of)}: what /stats and records count")
         print(f"    layers with a window      {rest}, by llama.cpp's own attention")
-    weights = geo.weight_bytes_per_token
-    share = 100 * weights / (weights + p.dense)
-    print(f"  weights, bytes per token    {human_bytes(weights)}  ({share:.0f} % of a dense token)")
-    _print_memory(p)
-    attention, token = p.speedups
-    print(
-        f"  memory bandwidth            {p.bandwidth / 1e9:.1f} GB/s, measured now, "
-        f"{p.threads} thread{'s' * (p.threads > 1)}"
-    )
-    print(f"  limit of the speed-up       attention {attention:.2f}x, whole token {token:.2f}x")
-    print(
-        f"  token time at that limit    {1000 * p.token_s(p.read):.2f} ms, "
-        f"dense {1000 * p.token_s(p.dense):.2f} ms"
-    )
+    weights = f"{human_bytes(p.weights)}  ({100 * (1 - p.share):.0f} % of a dense token)"
+    print(f"  weights, bytes per token    {weights}")
+    cache, shadow = human_bytes(p.cache), human_bytes(p.shadow)
+    print(f"  memory                      cache {cache}, transposed K {shadow}")
+    many = f"{threads} thread{'s' * (threads > 1)}"
+    print(f"  memory bandwidth            {rate / 1e9:.1f} GB/s, as measured with {many}")
+    limits = f"attention {p.dense / p.read:.2f}x, whole token {p.speedup:.2f}x"
+    print(f"  limit of the speed-up       {limits}")
+    dense, token = (f"{1000 * seconds:.2f} ms" for seconds in _times(p, rate).values())
+    print(f"  token time at that limit    {token}, dense {dense}")
 
 
 def _print_layers(p: Prediction) -> None:
@@ -300,14 +213,6 @@ def _print_layers(p: Prediction) -> None:
             print(f"  {name:<11}{s.rank:>6}{s.topk:>8}{s.local:>8}{s.sinks:>7}{mean_v:>8}{sizes}")
 
 
-def _print_memory(p: Prediction) -> None:
-    cache, shadow = p.memory
-    print(
-        f"  memory                      cache {human_bytes(cache)}, "
-        f"transposed K {human_bytes(shadow)}"
-    )
-
-
 def _share(part: float, whole: float) -> str:
     return f"{human_bytes(part)} of {human_bytes(whole)}  ({100 * part / whole:.1f} %)"
 
@@ -316,3 +221,15 @@ def _runs(layers: Sequence[cost.LayerCost]) -> list[list[cost.LayerCost]]:
     """Runs of layers with the same costs; layers without a cache may stand between them."""
     same = groupby(layers, lambda c: replace(c, il=0))
     return [list(run) for _, run in same]
+
+
+def _print_lengths(rows: Sequence[Prediction], free: int) -> None:
+    print(f"\n  lengths, with {human_bytes(free)} of memory free")
+    print(f"  {'positions':>9}{'memory':>10}{'K and V':>9}{'read':>7}{'speed-up':>10}")
+    for p in rows:
+        shares = f"{100 * p.share:>7.0f} %{100 * p.read / p.dense:>5.0f} %"
+        why = ["does not fit"] * (p.memory > free)
+        why += ["beyond the training"] * (0 < p.geo.n_ctx_train < p.n_pos)
+        row = f"  {p.n_pos:>9}{human_bytes(p.memory):>10}{shares}{p.speedup:>9.2f}x"
+        print(f"{row}  {', '.join(why)}".rstrip())
+    print("  (K and V: of what a dense token reads; speed-up: at most, by the bytes of a token)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,6 @@ def command(
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
-    stop: tuple[str, ...],
     chosen: TemplateOptions,
     as_json: bool,
 ) -> None:
@@ -77,13 +75,13 @@ def command(
     text, spec = _prompt(prompt, file), attention.spec()
     if len(documents) > 1:
         raise SparqError("generate takes one --document", "leave out the others", 2)
-    found = [document_file.load(document_file.find(name)) for name in documents]
-    if not any(d.form == "chat" for d in found):
+    begin = [document_file.named(name) for name in documents]
+    if not any(d.form == "chat" for d in begin):
         chosen.check_unused("the text is used as it is")
-    with open_session(model, spec, context, load, documents=found) as session:
-        words, ends = _after(session, found[0], text, chosen) if found else (text, [])
+    with open_session(model, spec, context, load, documents=begin) as session:
+        words, ends = _after(session, begin[0], text, chosen) if begin else (text, [])
         settings = sampling.settings(0.0)
-        _generate(session, words, spec, settings, tokens, [*ends, *stop], as_json=as_json)
+        _generate(session, words, spec, settings, tokens, [*ends, *sampling.stop], as_json=as_json)
 
 
 def _after(
@@ -97,8 +95,7 @@ def _after(
         open_document(session, document)
         return session.tokens + inner(session.model, text, parse_special=True), []
     template, reading = chosen.template(session), engine.reading_of(document)
-    if not open_document(session, document, template, reading.messages("a")):
-        note("hint: use the chat template that it was read with, or read it again", "yellow")
+    open_document(session, document, template, reading.messages("a"))
     return template.tokens(reading.messages(text)), template.stop
 
 
@@ -117,32 +114,30 @@ def _generate(
     if isinstance(prompt, str):
         prompt = engine.tokenize(session, prompt, parse_special=True)
     sampling = sampling.drawn()
-    text, ids, finish = "", [], ""
+    pieces = []
     with progress_bar("reading the prompt", of="tokens") as progress:
-        pieces = engine.generate(
+        for piece in engine.generate(
             session,
             prompt,
             max_tokens=max_tokens,
             sampling=sampling,
             stop=stop,
             progress=progress,
-        )
-        for piece in pieces:
-            text, finish = text + piece.text, piece.finish
-            ids.append(piece.token)
+        ):
+            pieces.append(piece)
             if not as_json:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
+                print(piece, end="", flush=True)
+    finish, summary = pieces[-1].finish, summary_of(session)
     if not as_json:
-        sys.stdout.write("\n")
-    summary = summary_of(session)
+        print()
     if summary.info and (why := why_dense(attention, summary.info)):
         note(why, "yellow")
     if finish == "context":
         note(f"note: the context is full ({session.n_ctx} positions); raise --ctx")
     if as_json:
-        said = {"text": text, "tokens": ids, "finish": finish, "seed": sampling.seed}
-        print_json({**said, **summary.json()})
+        text, tokens = "".join(map(str, pieces)), [piece.token for piece in pieces]
+        reply = {"text": text, "tokens": tokens, "finish": finish, "seed": sampling.seed}
+        print_json({**reply, **summary.json()})
     else:
         note(summary.line(), "dim")
 

@@ -65,17 +65,6 @@ def _taken(kind: Any, values: dict[str, object]) -> object:
     return kind(**of_field)
 
 
-def group(*options: Decorator) -> Decorator:
-    """Several decorators as one, in the order of the help text."""
-
-    def decorate(function: F) -> F:
-        for one in reversed(options):
-            function = one(function)
-        return function
-
-    return decorate
-
-
 def given_on_command_line(names: Iterable[str]) -> set[str]:
     """The options among `names` that the command line itself gives. A variable's value is a
     default, which gives way. Outside of a command all are given."""

@@ -75,9 +75,7 @@ def find_model(name: str, yes: bool, tools: tuple[str, ...] = ()) -> GGUFFile:
     """
     from pyorch import native
 
-    file = read_gguf(model_path(name, yes, lambda: native.check_compiler(tools)))
-    _note_tokenizer(file)
-    return file
+    return read_gguf(model_path(name, yes, lambda: native.check_compiler(tools)))
 
 
 def prepare(
@@ -105,15 +103,6 @@ def prepare(
     settings = settings_for(file, **options)
     native.built(tools=tools)
     return file, settings
-
-
-def _note_tokenizer(file: GGUFFile) -> None:
-    """Warn if a file does not say how its tokenizer splits words: llama.cpp does so in its log,
-    which only -v shows."""
-    kind, split = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-    if kind == "gpt2" and not split:
-        why = "names no pre-tokenizer, so words may be split otherwise than in its training"
-        note(f"note: {file.path.name} {why}; newer files of the model name it", "yellow")
 
 
 def shown(path: Path) -> str:
@@ -181,7 +170,7 @@ def placement(load: LoadOptions) -> Placement:
     return {
         "n_gpu_layers": load.n_gpu_layers,
         "kv_offload": load.kv_offload,
-        "placed": note_in_memory(),
+        "placed": note_in_memory,
         "workers": workers,
         "tensor_split": load.rpc.tensor_split,
         "numa": load.numa or "",
@@ -206,8 +195,8 @@ def _make_room(options: SessionOptions, document: Document, file: GGUFFile) -> N
     if not given_on_command_line(["ctx"]):
         trained = geometry(file).n_ctx_train
         limit = needed if options["rope"] else trained or needed
-        wanted = max(min(needed, limit), document.n_tokens)
-        options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), wanted)
+        least = max(min(needed, limit), document.n_tokens)
+        options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), least)
     if not given_on_command_line(["cache_type_k", "cache_type_v"]):
         options["type_k"], options["type_v"] = document.types
 
@@ -262,6 +251,7 @@ def open_document(
         note(f"note: {document.name} is not used: {why}", "yellow")
     else:
         note(f"note: {document.name}: only {why}; the rest is read now", "yellow")
+    note("hint: use the chat template that it was read with, or read it again", "yellow")
     return False
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from pyorch.attention.spec import parse_spec
-from pyorch.cli.lengths import COMMON, kinds_text, token_bytes
 from pyorch.cli.loading import first_ratio
 from pyorch.cli.options import json_option
+from pyorch.cli.prediction import Prediction, kinds_text
 from pyorch.cli.terminal import confirm, note, print_freed, print_json, remove_files
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
@@ -36,18 +36,15 @@ def list_command(as_json: bool) -> None:
     from pyorch.models import cache, synth
 
     known = [cards.load(name) for name in cards.names()]
-    parts = cache.unfinished()
-    left = {repo: sum(p.stat().st_size for p in paths) for repo, paths in parts.items()}
-    here = []
-    for m in cache.models(note):
-        if m.complete:
-            here.append(m)
-        else:
+    cached = cache.models(note)
+    here = [m for m in cached if m.complete]
+    left: dict[str, int] = {}
+    for m in cached:
+        if not m.complete:
             left[m.repo] = left.get(m.repo, 0) + m.n_bytes
     if as_json:
-        cached = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
-        result = {"models": [asdict(c) for c in known], "cached": cached, "unfinished": left}
-        print_json(result)
+        rows = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
+        print_json({"models": [*map(asdict, known)], "cached": rows, "unfinished": left})
         return
     width = max(len(c.name) for c in known) + 2
     arch = max(len(c.architecture) for c in known) + 1
@@ -59,8 +56,8 @@ def list_command(as_json: bool) -> None:
         files = c.known_files
         size = human_bytes(files[0].n_bytes) if files else "~" + human_bytes(c.file_bytes)
         mine = sum(m.n_bytes for m in here if m.repo == c.source)
-        found = human_bytes(mine) if mine else "-" if c.source else "to convert"
-        rest = f"{human_bytes(c.kv_bytes):<9}{c.settings or 'stays dense':<17}{found}"
+        state = human_bytes(mine) if mine else "-" if c.source else "to convert"
+        rest = f"{human_bytes(c.kv_bytes):<9}{c.settings or 'stays dense':<17}{state}"
         print(f"{c.name:<{width}}{c.architecture:<{arch}}{size:>9}{c.n_ctx:>9}  {rest}")
     others = [m for m in here if m.repo not in {c.source for c in known}]
     if others:
@@ -87,10 +84,10 @@ def table_command() -> None:
 
 def _expected(c: cards.Card, n_pos: int) -> str:
     """The share of K and V in what a dense token reads, and the speed-up to expect."""
-    if c.latent or n_pos > c.n_ctx:
-        return "dense" if c.latent else "-"
-    weights, dense, read = token_bytes(c.geometry, parse_spec(c.settings), n_pos)
-    return f"{100 * dense / (weights + dense):.0f} %, {(weights + dense) / (weights + read):.2f}x"
+    if c.n_latent or n_pos > c.n_ctx:
+        return "dense" if c.n_latent else "-"
+    p = Prediction(c.geometry, parse_spec(c.settings), n_pos)
+    return f"{100 * p.share:.0f} %, {p.speedup:.2f}x"
 
 
 _COLUMNS: dict[str, Callable[[cards.Card], object]] = {
@@ -99,7 +96,7 @@ _COLUMNS: dict[str, Callable[[cards.Card], object]] = {
     "layers": lambda c: c.n_layer,
     "of these layers": lambda c: kinds_text(c.geometry),
     "ratio": lambda c: c.settings.removeprefix("sparq,ratio=") or "-",
-    **{f"{n:,}": partial(_expected, n_pos=n) for n in COMMON},
+    **{f"{n:,}": partial(_expected, n_pos=n) for n in (8192, 32768, 131072)},
 }
 
 
@@ -176,25 +173,20 @@ def rm_command(spec: str, yes: bool) -> None:
     if spec == "synthetic":
         _rm_synthetic(yes)
         return
-    wanted = pull.parse_spec(spec)
-    if wanted is None:
+    named = pull.parse_spec(spec)
+    if named is None:
         raise SparqError(f"{spec} is a file of yours", "rm removes from the hub's cache only", 2)
-    if wanted.card and ":" not in spec:
-        wanted = replace(wanted, quant="")
-    here = [m for m in cache.models(note) if m.repo == wanted.repo]
-    chosen = [m for m in here if pull.is_named(wanted, m.name)]
-    whole = not wanted.file and not wanted.quant
-    parts = cache.unfinished().get(wanted.repo, []) if whole else []
-    if not chosen and not parts:
+    if named.card and ":" not in spec:
+        named = replace(named, quant="")
+    here = [m for m in cache.models(note) if m.repo == named.repo]
+    chosen = [m for m in here if pull.is_named(named, m.name)]
+    if not chosen:
         hint = ", ".join(m.spec for m in here) or "sparq-cpp models list shows what is"
         raise SparqError(f"{spec} is not in the cache", hint)
-    names = [m.name for m in chosen] + ["unfinished downloads"] * bool(parts)
-    n_bytes = sum(m.n_bytes for m in chosen) + sum(p.stat().st_size for p in parts)
-    what = f"{', '.join(names)} ({human_bytes(n_bytes)}) of {wanted.repo}"
+    n_bytes = sum(m.n_bytes for m in chosen)
+    what = f"{', '.join(m.name for m in chosen)} of {named.repo} ({human_bytes(n_bytes)})"
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
-    entries = [e for m in chosen for e in m.entries]
-    freed = cache.remove(wanted.folder, entries, parts)
-    print_freed(freed)
+    print_freed(cache.remove([path for m in chosen for path in m.paths]))
 
 
 def _rm_synthetic(yes: bool) -> None:

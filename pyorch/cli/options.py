@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pyorch.attention.spec import BUDGETS, AttentionSpec, parse_spec
-from pyorch.cli.groups import given_on_command_line, group, option, several, takes
+from pyorch.cli.groups import given_on_command_line, option, several, takes
 from pyorch.cli.log import show_log
 from pyorch.cli.types import (
     POSITIONS,
@@ -173,7 +173,7 @@ def kv_option(default: str = "of as many layers as fit, and a note says of how m
 
 
 @dataclass(frozen=True)
-class WorkerOptions:
+class RpcOptions:
     """The other machines that hold layers of the model."""
 
     workers: list[str] = several(
@@ -214,7 +214,7 @@ class LoadOptions:
     rope: RopeOptions = field(default_factory=RopeOptions)
     n_gpu_layers: int | None = gpu_option()
     kv_offload: bool | None = kv_option()
-    rpc: WorkerOptions = field(default_factory=WorkerOptions)
+    rpc: RpcOptions = field(default_factory=RpcOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     numa: str | None = numa_option()
     no_repack: bool = repack_option()
@@ -222,7 +222,6 @@ class LoadOptions:
 
 context_options = takes(context=ContextOptions)
 cache_options = takes(cache=CacheOptions)
-rope_options = takes(rope=RopeOptions)
 load_options = takes(load=LoadOptions)
 
 
@@ -325,34 +324,25 @@ class SamplingOptions:
         type=Number(int, 0, 2**32 - 1),
         help="Seed of sampling.  [default: a new one each time]",
     )
+    stop: Sequence[str] = option(
+        "-r",
+        "--reverse-prompt",
+        "--stop",
+        type=Text(),
+        multiple=True,
+        metavar="TEXT",
+        help="End where the model writes this text, which is not shown; it may be repeated.",
+    )
 
     def settings(self, default_temp: float) -> Sampling:
         """The object that the engine takes."""
         from pyorch.engine import Sampling
 
-        return Sampling(
-            temp=default_temp if self.temp is None else self.temp,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repeat_penalty=self.repeat_penalty,
-            seed=self.seed,
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(Sampling)}
+        return Sampling(**{**values, "temp": default_temp if self.temp is None else self.temp})
 
 
-sampling_options = group(
-    takes(sampling=SamplingOptions),
-    click.option(
-        "-r",
-        "--reverse-prompt",
-        "--stop",
-        "stop",
-        type=Text(),
-        multiple=True,
-        metavar="TEXT",
-        help="End where the model writes this text, which is not shown; it may be repeated.",
-    ),
-)
+sampling_options = takes(sampling=SamplingOptions)
 
 
 # ---- output ----

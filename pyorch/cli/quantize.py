@@ -12,18 +12,7 @@ from pyorch.cli.types import THREADS, File
 from pyorch.progress import progress_bar
 
 
-class Quantize(click.Command):
-    """Names the library's types in the help text; they are read only when it is shown."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from pyorch.models.quantize import types
-
-        names = ", ".join(types()) or "listed here once the library is built (sparq-cpp build)"
-        with formatter.section("Types"):
-            formatter.write_text(names)
-
-
-@click.command(cls=Quantize)
+@click.command()
 @click.argument("model", type=File(), metavar="IN")
 @click.argument("output", type=File(), metavar="OUT")
 @click.option(
@@ -32,7 +21,7 @@ class Quantize(click.Command):
     metavar="TYPE",
     default="Q4_K_M",
     show_default=True,
-    help="Type of the weights, see below.",
+    help="Type of the weights, such as Q8_0, Q6_K or IQ4_XS: those of llama-quantize.",
 )
 @click.option(
     "--imatrix", type=File(), metavar="FILE", help="An importance matrix from llama-imatrix."
@@ -59,12 +48,12 @@ def command(
     from pyorch import native
     from pyorch.engine import usable_cores
     from pyorch.models.new_file import check_target
-    from pyorch.models.quantize import quantize
+    from pyorch.models.quantize import TOOL, quantize
     from pyorch.text import human_bytes
 
     check_target(Path(output), force)
-    source = find_model(model, yes).path
-    native.built()
+    source = find_model(model, yes, (TOOL,)).path
+    native.built(tools=(TOOL,))
     with progress_bar("quantising") as progress:
         result = quantize(
             source,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,7 +32,7 @@ from pyorch.text_file import decoded, read_text
 if TYPE_CHECKING:
     from pyorch.engine import Document
 
-SHOWN = 5  # names of what a folder holds and is left out
+SHOWN = 8  # names of what a folder holds and is left out
 _TAKES = "a text file, a folder, or -"
 
 
@@ -105,40 +104,34 @@ def command(
     note_if_weights_exceed(file, settings, load)
     with (
         progress_bar("loading the model") as progress,
-        engine.load_model(file, progress=progress, **placement(load)) as loaded,
+        engine.load_model(file, progress=progress, **placement(load)) as in_memory,
     ):
         reading = engine.Reading(name, text, "plain" if plain else "chat", system)
-        template = chosen.template(loaded, engine.begun(path, reading))
+        template = chosen.template(in_memory, engine.begun(path, reading))
         note_system(template, reading.messages(""))
-        n = len(reading.tokens(loaded, template))
+        n = len(reading.tokens(in_memory, template))
         # the context that it will be opened in: some models rotate by another table in a long one
         whole = -(-max(n + REPLY_ROOM, engine.DEFAULT_CTX) // CELLS) * CELLS
-        options["n_ctx"] = max(n, min(whole, loaded.geometry.n_ctx_train or whole))
+        options["n_ctx"] = max(n, min(whole, in_memory.geometry.n_ctx_train or whole))
         with (
-            loaded.session(**options) as session,
+            in_memory.session(**options) as session,
             progress_bar("reading", of="tokens", off_terminal=say) as progress,
         ):
             document = engine.read_document(
                 session, path, reading, template, force=force, progress=progress
             )
-            took = session.timings.prefill_s
-    _say(document, took, as_json)
+            seconds = session.timings.prefill_s
+    _report(document, seconds, as_json)
 
 
-def _say(document: Document, took: float, as_json: bool) -> None:
+def _report(document: Document, seconds: float, as_json: bool) -> None:
     if as_json:
-        about = {
-            "path": str(document.path),
-            "tokens": document.n_tokens,
-            "bytes": document.n_bytes,
-            "seconds": took,
-        }
-        print_json(about)
+        about = {"path": str(document.path), "tokens": document.n_tokens}
+        print_json({**about, "bytes": document.n_bytes, "seconds": seconds})
         return
     print(document.path)
-    note(
-        f"{document.n_tokens} tokens in {human_time(took)}, {human_bytes(document.n_bytes)}", "dim"
-    )
+    size = human_bytes(document.n_bytes)
+    note(f"{document.n_tokens} tokens in {human_time(seconds)}, {size}", "dim")
     if sys.stderr.isatty():
         verb = "chat" if document.form == "chat" else "generate -p TEXT"
         note(f"next: sparq-cpp {verb} -m MODEL --document {document.path}", "dim")
@@ -150,13 +143,13 @@ def _joined(names: tuple[str, ...]) -> tuple[str, str]:
     Raises:
         SparqError: one cannot be read, or there is no text.
     """
-    found = [pair for name in names for pair in _texts(name)]
-    if not any(text.strip() for _, text in found):
+    texts = [pair for name in names for pair in _texts(name)]
+    if not any(text.strip() for _, text in texts):
         raise SparqError(f"{', '.join(names)}: there is no text", _TAKES)
     name = "stdin" if names[0] == "-" else Path(names[0]).resolve().stem
-    if len(found) == 1:
-        return name, found[0][1]
-    return name, "\n\n".join(f"File: {printable(path)}\n\n{text}" for path, text in found)
+    if len(texts) == 1:
+        return name, texts[0][1]
+    return name, "\n\n".join(f"File: {printable(path)}\n\n{text}" for path, text in texts)
 
 
 def _texts(name: str) -> list[tuple[str, str]]:
@@ -171,27 +164,27 @@ def _texts(name: str) -> list[tuple[str, str]]:
 
 
 def _below(folder: Path) -> list[tuple[str, str]]:
-    """The names and texts of all files below a folder. What is left out is said."""
-    files: list[Path] = []
-    left: dict[str, list[Path]] = defaultdict(list)
+    """The names and texts of all files below a folder. What is left out is named."""
+    texts: dict[Path, str] = {}
+    others: list[Path] = []
     for at, folders, names in os.walk(folder, onerror=_refuse):
-        here = Path(at)
-        left["hidden"] += [here / n for n in (*folders, *names) if n.startswith(".")]
+        # hidden ones, and links to folders
+        others += [Path(at, n) for n in (*folders, *names) if n.startswith(".")]
+        others += [p for n in folders if (p := Path(at, n)).is_symlink() and n[0] != "."]
         folders[:] = [n for n in folders if not n.startswith(".")]
-        left["links to folders"] += [here / n for n in folders if (here / n).is_symlink()]
-        for path in (here / n for n in names if not n.startswith(".")):
-            (files if path.is_file() else left["not files"]).append(path)
-    found = []
-    for path in sorted(files):
-        try:
-            found.append((str(path.relative_to(folder)), read_text(path)))
-        except SparqError:
-            left["no texts"].append(path)
-    for why in filter(left.get, left):
-        some = ", ".join(printable(path.relative_to(folder)) for path in left[why][:SHOWN])
-        more = ", ..." * (len(left[why]) > SHOWN)
-        say(f"{printable(folder)}: {len(left[why])} left out ({why}): {some}{more}")
-    return found
+        for path in (Path(at, n) for n in names if not n.startswith(".")):
+            try:
+                if path.is_file():
+                    texts[path] = read_text(path)
+                    continue
+            except SparqError:  # a binary
+                pass
+            others.append(path)
+    if others:
+        some = ", ".join(printable(path.relative_to(folder)) for path in sorted(others)[:SHOWN])
+        more = ", ..." * (len(others) > SHOWN)
+        say(f"{printable(folder)}: {len(others)} that are no texts are left out: {some}{more}")
+    return [(str(path.relative_to(folder)), texts[path]) for path in sorted(texts)]
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -7,11 +7,9 @@ import http.client
 import ipaddress
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -41,7 +39,7 @@ from pyorch.models.gguf_file import GGUFFile
 from pyorch.text import printable
 
 if TYPE_CHECKING:
-    from pyorch.engine import Document, SessionOptions
+    from pyorch.engine import Document
     from pyorch.engine.settings import Settings
 
 PROGRAM = "llama-server"
@@ -154,22 +152,23 @@ def command(
 
     _check_more(more)
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
-    family, address = listen.address(server.host, server.port)
-    if not (ipaddress.ip_address(address.partition("%")[0]).is_loopback or keys):
-        if not server.insecure:
-            raise SparqError(
-                f"--host {server.host} would let other machines in without a key",
-                "--api-key-file FILE requires one; --insecure does without",
-                exit_code=2,
-            )
-        note("note: whoever reaches this address can use it", "yellow")
     options = session_options(attention.spec(), context, load, server.parallel)
     options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
-    found = [document_file.load(document_file.find(name)) for name in documents]
-    with listen.reserved(family, address, server.port) as port:
-        file, settings = _prepare(model, options, found)
-    alias = _alias(model, file.path)
-    _serve(Served(file, settings, alias, address, port, keys, load, found), more)
+    begin = [document_file.named(name) for name in documents]
+    with listen.reserved(server.host, server.port) as (address, port):
+        if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
+            if not server.insecure:
+                raise SparqError(
+                    f"--host {server.host} would let other machines in without a key",
+                    "--api-key-file FILE requires one; --insecure does without",
+                    exit_code=2,
+                )
+            note("note: whoever reaches this address can use it", "yellow")
+        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), begin)
+    # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
+    name = file.path.name if Path(model.model).exists() else model.model
+    alias = printable(name).replace(",", "_")
+    _serve(Served(file, settings, alias, address, port, keys, load, begin), more)
 
 
 def _check_more(more: Sequence[str]) -> None:
@@ -209,34 +208,12 @@ def _key_file(name: str) -> Path:
     keys = [line for line in lines if line and not line.startswith(b"#")]
     if not keys:
         raise SparqError(f"{name} holds no key", make)
-    if keys[0].startswith(codecs.BOM_UTF8):  # as some editors write it
-        raise SparqError(f"{name}: a byte order mark would be a part of the first key", make)
-    if any(key != key.strip() for key in keys):  # llama-server would take the blank for a part
-        raise SparqError(f"{name}: a key begins or ends with a blank", make)
+    # llama-server would take them for a part of the key
+    if keys[0].startswith(codecs.BOM_UTF8) or any(key != key.strip() for key in keys):
+        raise SparqError(f"{name}: a key has blanks or a byte order mark at its ends", make)
     if mode & 0o044:
         note(f"note: others on this machine can read {name}: chmod 600 {name}", "yellow")
     return file
-
-
-def _prepare(
-    model: opt.ModelOptions, options: SessionOptions, documents: Sequence[Document]
-) -> tuple[GGUFFile, Settings]:
-    try:
-        return prepare(model.model, model.yes, options, (PROGRAM,), documents)
-    except SparqError as error:  # the slots count as well, and only we have them
-        if options["n_sequences"] > 1:
-            error.hint = error.hint.replace("lower --ctx", "lower --parallel or --ctx")
-        raise
-
-
-def _alias(model: opt.ModelOptions, path: Path) -> str:
-    """The name by which clients know the model: without commas, at which llama-server would cut it,
-    and in UTF-8, as its replies are."""
-    name = path.name if Path(model.model).exists() else model.model
-    alias = printable(name).replace(",", "_")
-    if alias != name:
-        note(f"note: clients know this model as {alias}", "yellow")
-    return alias
 
 
 @dataclass(frozen=True)
@@ -266,7 +243,7 @@ class Account:
         self.tokens = self.sparse = self.exact = 0
         self.left: set[str] = set()  # why attention was left to llama.cpp
         self.opened = 0  # prompts that began with a document
-        self.unused: set[str] = set()  # why others did not, said once
+        self.unused: set[str] = set()  # why others did not
 
     def read(self, line: str) -> None:
         if reply := self._REPLY.search(line):
@@ -290,10 +267,10 @@ class Account:
             why = "; ".join(sorted(self.left))
             why = why or f"up to min_ctx {spec.min_ctx} positions, or k covers them all"
             note(f"note: attention was exact throughout: {why}", "yellow")
-        said = f"{self.tokens} tokens decoded"
+        text = f"{self.tokens} tokens decoded"
         if calls:
-            said += f", {100 * self.sparse / calls:.1f} % of their attention calls sparse"
-        note(said, "dim")
+            text += f", {100 * self.sparse / calls:.1f} % of their attention calls sparse"
+        note(text, "dim")
 
 
 def _serve(served: Served, more: Sequence[str]) -> None:
@@ -317,16 +294,11 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     adapted = any(word.startswith("--lora") for word in more)
     argv = [str(program), *_arguments(served, adapted), *_SAFE, *more]
     env = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_FOREIGN)}
+    env |= native.waiting() | in_memory
     account = Account()
     with (
-        _list_of(served.documents) as documents,
-        served_documents.with_their_time(file, served.documents, more) as template,
-        Child(
-            [*argv, *template],
-            env | native.waiting() | documents | in_memory,
-            account.read,
-            shows_log(),
-        ) as child,
+        served_documents.passed_on(file, served.documents, more) as (options, variables),
+        Child([*argv, *options], env | variables, account.read, shows_log()) as child,
     ):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
@@ -361,23 +333,8 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
     free = there - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
         return {}
-    known = gpu.apart(gpu.rates, served.settings.n_threads)
-    note(gpu.in_memory_text(cache, in_memory, known), "yellow")
+    note(gpu.in_memory_text(cache, in_memory), "yellow")
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
-
-
-@contextmanager
-def _list_of(documents: Sequence[Document]) -> Iterator[dict[str, str]]:
-    """The variables that tell llama-server of the documents."""
-    from pyorch.engine import document_file
-
-    if not documents:
-        yield {}
-        return
-    with TemporaryDirectory(prefix="sparq-serve-") as folder:
-        file = Path(folder, "documents.list")
-        file.write_bytes(os.fsencode(document_file.listed(documents)))
-        yield {"SPARQ_DOCUMENTS": str(file)}
 
 
 def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str:
@@ -387,11 +344,10 @@ def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str
         return ""
     k, v = (t.bytes_per_element for t in settings.types)
     layers = layer_costs(geometry(file), spec, settings.n_ctx, k, v)
-    left = [layer.split.reason for layer in layers if not layer.ours]
-    if left:
-        some = f"{len(left)} of {len(layers)} layers are"
-        which = some if len(left) < len(layers) else "attention is"
-        return f"note: {which} dense: {'; '.join(sorted(set(left)))}"
+    reasons = [layer.split.reason for layer in layers if not layer.ours]
+    if reasons:
+        which = f"{len(reasons)} of {len(layers)} layers are dense"
+        return f"note: {which}: {'; '.join(sorted(set(reasons)))}"
     if all(layer.split.dense for layer in layers):
         why = layers[0].split.reason if layers else "no layer has a plain KV cache"
         return f"note: attention stays exact at {settings.n_ctx} positions: {why}"
@@ -421,26 +377,25 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
         "--flash-attn": "on",  # sparse attention needs it
         # The context is said and fits; it would load the model twice to find that out.
         "--fit": "off",
-        # It does not know with which adapters a prompt was read.
-        "--cache-ram": 0 if adapted else _prompt_cache(settings),
+        # MiB of earlier prompts: its own 8 GiB, or half of what is left. It does not know with
+        # which adapters a prompt was read.
+        "--cache-ram": 0 if adapted else min(8192, max(settings.left, 0) // 2 >> 20),
         "--verbosity": 4,  # our library says what ran sparse at this level
     }
-    names = {"scaling": "--rope-scaling", "freq_scale": "--rope-freq-scale"}
-    names["yarn_orig_ctx"] = "--yarn-orig-ctx"
-    values |= {names[name]: value for name, value in settings.rope.given.items()}
-    if served.load.numa:
-        values["--numa"] = served.load.numa
-    if served.load.n_gpu_layers is not None:
-        values["--n-gpu-layers"] = served.load.n_gpu_layers
-    for name, parts in (
-        ("rpc", served.load.rpc.workers),
-        ("tensor-split", served.load.rpc.tensor_split),
-    ):
-        if parts:
-            values[f"--{name}"] = ",".join(map(str, parts))
+    load, rope = served.load, settings.rope
+    optional = {
+        "--rope-scaling": rope.scaling,
+        "--rope-freq-scale": rope.freq_scale,
+        "--yarn-orig-ctx": rope.yarn_orig_ctx,
+        "--numa": load.numa,
+        "--n-gpu-layers": load.n_gpu_layers,
+        "--rpc": ",".join(load.rpc.workers) or None,
+        "--tensor-split": ",".join(map(str, load.rpc.tensor_split)) or None,
+    }
+    values |= {name: value for name, value in optional.items() if value is not None}
     line = [str(word) for pair in values.items() for word in pair]
-    line += ["--no-kv-offload"] * (served.load.kv_offload is False)
-    line += ["--no-repack"] * (served.load.no_repack or settings.lacking > 0)
+    line += ["--no-kv-offload"] * (load.kv_offload is False)
+    line += ["--no-repack"] * (load.no_repack or settings.lacking > 0)
     # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
     # takes the room of the others, and each reply looks through the cells of all slots.
     line.append("--no-kv-unified")
@@ -450,12 +405,6 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
     # It would copy the document of each slot that is idle, whenever another slot begins.
     line += ["--no-cache-idle-slots"] * bool(served.documents)
     return line
-
-
-def _prompt_cache(settings: Settings) -> int:
-    """The MiB that prompts of earlier requests may take beside the cache. llama-server would take
-    8 GiB, whatever the machine has; this is half of what it leaves, and at most that much."""
-    return min(8192, max(settings.left, 0) // 2 >> 20)
 
 
 def _answers(host: str, port: int) -> bool:

@@ -7,8 +7,9 @@ text spells their names, so that is not taken for granted: it is asked.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,11 +27,27 @@ _TOOLS = "tokenizer.chat_template.tool_use"  # llama-server drops it where a tem
 
 
 @contextmanager
-def with_their_time(
+def passed_on(
     file: GGUFFile, documents: Sequence[Document], more: Sequence[str]
-) -> Iterator[Sequence[str]]:
-    """Yields options that let the model's chat template state the time at which the documents were
-    read: none if it states no time, or if `more` has another template."""
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Yields the options and variables that tell llama-server of the documents. more: the options
+    of the line."""
+    from pyorch.engine import document_file
+
+    if not documents:
+        yield [], {}
+        return
+    with TemporaryDirectory(prefix="sparq-serve-") as folder:
+        names = Path(folder, "documents.list")
+        names.write_bytes(os.fsencode(document_file.listed(documents)))
+        yield _their_time(file, documents, more, Path(folder)), {"SPARQ_DOCUMENTS": str(names)}
+
+
+def _their_time(
+    file: GGUFFile, documents: Sequence[Document], more: Sequence[str], folder: Path
+) -> list[str]:
+    """Options that let the model's chat template state the time at which the documents were read:
+    none if it states no time, or if `more` has another template."""
     from pyorch.engine.chat_template import with_time
 
     own = str(file.metadata.get("tokenizer.chat_template") or "")
@@ -38,14 +55,12 @@ def with_their_time(
     name, when = next(((d.name, d.when) for d in documents if d.when), ("", None))
     source = with_time(own, when) if when else own
     if when is None or source == own or given & set(_THEIRS) or _TOOLS in file.metadata:
-        yield ()
-        return
-    with TemporaryDirectory(prefix="sparq-serve-") as folder:
-        template = Path(folder, "template.jinja")
-        template.write_text(source, "utf-8", newline="")
-        said = f"{when:%Y-%m-%d %H:%M}, when {name} was read"
-        note(f"note: the chat template states the time: for all requests it is {said}", "yellow")
-        yield "--chat-template-file", str(template)
+        return []
+    template = folder / "template.jinja"
+    template.write_text(source, "utf-8", newline="")
+    time = f"{when:%Y-%m-%d %H:%M}, when {name} was read"
+    note(f"note: the chat template states the time: for all requests it is {time}", "yellow")
+    return ["--chat-template-file", str(template)]
 
 
 def n_usable(documents: Sequence[Document], host: str, port: int, keys: Path | None) -> int:
@@ -77,7 +92,14 @@ def _difference(document: Document, host: str, port: int, key: str) -> str:
     from pyorch import engine
 
     def ask(path: str, **body: object) -> Any:
-        return _answer(host, port, key, path, body)
+        connection = HTTPConnection(host, port, timeout=ANSWER_S)
+        head = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        with closing(connection):
+            connection.request("POST", path, json.dumps(body), head)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise OSError(f"{path} answers {answer.status}")
+            return json.loads(answer.read())
 
     reading = engine.reading_of(document)
     text = reading.text
@@ -87,19 +109,6 @@ def _difference(document: Document, host: str, port: int, key: str) -> str:
     read, _ = engine.content(document)
     words = lambda t: str(ask("/detokenize", tokens=t)["content"])  # noqa: E731
     return engine.difference(read, now, words)
-
-
-def _answer(host: str, port: int, key: str, path: str, body: Mapping[str, object]) -> Any:
-    connection = HTTPConnection(host, port, timeout=ANSWER_S)
-    head = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    try:
-        connection.request("POST", path, json.dumps(body), head)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise OSError(f"{path} answers {answer.status}")
-        return json.loads(answer.read())
-    finally:
-        connection.close()
 
 
 def _key(keys: Path | None) -> str:

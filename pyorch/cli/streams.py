@@ -23,9 +23,7 @@ def prepare() -> None:
     become ?, but stdout has a file's name in its own bytes: `$(sparq-cpp read ...)` must find it.
     """
     for fd, name in enumerate(_NAMES):
-        stream = getattr(sys, name)
-        ours = stream is getattr(sys, f"__{name}__")  # else somebody has put another in its place
-        if stream is None or (ours and not system.IS_WINDOWS and not _inherited(fd)):
+        if getattr(sys, name) is None:
             _closed.add(name)
             null = os.open(os.devnull, os.O_RDWR)  # it takes the number, if nobody has it yet
             os.set_inheritable(null, True)
@@ -46,15 +44,6 @@ def stdin() -> BinaryIO:
     if "stdin" in _closed:
         raise SparqError("stdin is closed", "give it a file or a pipe: sparq-cpp ... < FILE", 2)
     return sys.stdin.buffer
-
-
-def _inherited(fd: int) -> bool:
-    """Whether a descriptor came from the caller. One that is marked to be closed at an exec cannot
-    have come through ours: a file that something in this process opened has taken its number."""
-    try:
-        return os.get_inheritable(fd)
-    except OSError:
-        return False
 
 
 def _shown(error: UnicodeError) -> tuple[str | bytes, int]:

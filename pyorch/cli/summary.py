@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pyorch.attention.spec import AttentionSpec
@@ -62,11 +61,12 @@ class Summary:
 
 def devices(info: AttentionInfo) -> list[str]:
     """A line for each device, if there are several: RPC0 is the first worker of --rpc."""
-    found = info.raw["devices"]
+    devices = sorted(info.raw["devices"], key=lambda x: str(x["name"]))
     return [
         f"{x['name']}: {x['calls_sparse']} sparse calls, {human_bytes(x['bytes_read'])} read, "
         f"{human_bytes(x['shadow_bytes'])} of transposed K"
-        for x in (sorted(found, key=lambda x: x["name"]) if len(found) > 1 else [])
+        for x in devices
+        if len(devices) > 1
     ]
 
 
@@ -79,40 +79,27 @@ def _attention(info: AttentionInfo) -> str:
 
 def summary_of(session: Session) -> Summary:
     """The summary of a session as it is now."""
-    return Summary(session.timings, info_if_ours(session))
+    from pyorch import engine
+
+    info = engine.info(session)
+    return Summary(session.timings, info if info.method != "off" else None)
 
 
-def info_if_ours(session: Session) -> AttentionInfo | None:
-    """The library's account, or None while attention is llama.cpp's own."""
-    return info_of(session.lib, session.ctx)
-
-
-def info_of(lib: ModuleType, ctx: int | None) -> AttentionInfo | None:
-    """The library's account of a context. lib: its C functions; ctx: llama.cpp's pointer."""
-    from pyorch.engine import sparse
-
-    if not sparse.is_ours(lib):
-        return None
-    info = sparse.get_info(lib, ctx)
-    return info if info.method != "off" else None
-
-
-def why_dense(wanted: AttentionSpec | None, info: AttentionInfo) -> str:
+def why_dense(spec: AttentionSpec | None, info: AttentionInfo) -> str:
     """A note if sparse attention was requested but llama.cpp serves a layer, or every token so far
     was exact, or if a sparse prompt was requested of a CPU that has no products of few bits, which
     make most of its speed; otherwise ""."""
-    if wanted and wanted.prompt == "sparse" and not info.counter("blocks_fast"):
-        n_read = info.counter("calls_prefill") // max(info.n_layer, 1)
-        if n_read >= MANY:
-            lacks = "this CPU has neither VNNI nor NEON's dot product"
-            return f"note: prompts are read in f32: {lacks}"
-    if wanted is None or not wanted.sparse:
+    if spec and spec.prompt == "sparse" and not info.counter("blocks_fast"):
+        n_tokens = info.counter("calls_prefill") // max(info.n_layer, 1)
+        if n_tokens >= MANY:
+            return "note: prompts are read in f32: this CPU has neither VNNI nor NEON's dot product"
+    if spec is None or not spec.sparse:
         return ""
-    if not info.dense_reasons:
-        if info.counter("calls_sparse") or not info.counter("steps"):
-            return ""
-        what = f"up to min_ctx {wanted.min_ctx} positions, or k covers them all"
-        return f"note: attention was exact throughout: {what}"
-    n = len(info.layers) - info.layers_sparse
-    which = f"{n} of {len(info.layers)} layers are" if info.layers_sparse else "attention is"
-    return f"note: {which} dense: {'; '.join(info.dense_reasons)}"
+    if info.dense_reasons:
+        n = len(info.layers) - info.layers_sparse
+        which = f"{n} of {len(info.layers)} layers are" if info.layers_sparse else "attention is"
+        return f"note: {which} dense: {'; '.join(info.dense_reasons)}"
+    if info.counter("calls_sparse") or not info.counter("steps"):
+        return ""
+    what = f"up to min_ctx {spec.min_ctx} positions, or k covers them all"
+    return f"note: attention was exact throughout: {what}"

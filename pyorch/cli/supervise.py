@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,6 @@ import click
 
 from pyorch import children, system
 from pyorch.errors import SparqError
-from pyorch.progress import spinner
 
 GRACE_S = children.GRACE_S
 KEPT_LINES = 200  # of the log, for the reason of a death
@@ -37,7 +36,7 @@ if prctl:
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-_STAMP = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?")  # 0.00.009.528 E text
+_LINE = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?(.*)")  # 0.00.009.528 E text
 _PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh):\d+: ")  # in the source
 # of these, a place in the source begins what ggml_abort() says, whatever that is
 _FATAL = re.compile(rf"GGML_ASSERT|what\(\):|^error[: ]|CUDA error|RPC server|{_PLACE.pattern}")
@@ -65,7 +64,6 @@ class Child:
         self._log: deque[str] = deque(maxlen=KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
-        self._fault: Exception | None = None  # the first that on_line raised
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Child:
@@ -118,11 +116,12 @@ class Child:
         Raises:
             SparqError: it ended by itself.
         """
-        with spinner(doing) as turn:
+        from rich.console import Console
+
+        status = Console(stderr=True).status(f"{doing} ...")
+        with nullcontext() if self._show else status:
             self._ready = children.wait_until(
-                self.process,
-                lambda: not self.was_stopped and answers(),
-                turn=(lambda: None) if self._show else turn,
+                self.process, lambda: not self.was_stopped and answers()
             )
         if not self._ready:
             self.wait_end()
@@ -133,13 +132,10 @@ class Child:
 
         Raises:
             SparqError: it ended by itself.
-            Exception: what `on_line` raised, if it did.
         """
         self._wait()
         if not self.was_stopped:
             raise self._death()
-        if self._fault is not None:
-            raise self._fault
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.was_stopped:
@@ -173,12 +169,9 @@ class Child:
             while piece := stream.readline(LINE_BYTES):
                 line = piece.decode("utf-8", errors="replace").rstrip()
                 self._log.append(line)
-                try:
+                with suppress(OSError):  # our terminal is gone, and the pipe must not fill
                     self._on_line(line)
-                except Exception as error:  # it is raised at the end: who read must go on reading
-                    self._fault = self._fault or error
-                if self._show:
-                    with suppress(OSError):  # our terminal is gone
+                    if self._show:
                         click.echo(line, err=True)
 
     def _death(self) -> SparqError:
@@ -187,37 +180,21 @@ class Child:
             hint = "the system does so when memory runs out: lower --ctx or --parallel"
             return SparqError(f"{self.name} was killed", hint)
         more = "" if self._show else f"run with -v to see what {self.name} says"
+        # the level and the text of each line; a copy, since a child of its own may still write
+        log = [_LINE.fullmatch(line) for line in list(self._log)]
+        lines = [(line[1], line[2].strip()) for line in log if line and line[2].strip()]
+        # With this line llama.cpp ended the program itself. What comes after it is what a debugger
+        # or the system says, and the last line before a signal of the CPU's is not about it.
+        fatal = next((text for _, text in lines if _FATAL.search(text)), "")
+        fatal = _PLACE.sub("", fatal.removeprefix("error: "))
         if system.died(code):
-            reason = f": {self._fatal()}" if self._fatal() else ""
             hint = f"{children.HINT}; {more}" if more else children.HINT
+            reason = f": {fatal}" if fatal else ""
             return SparqError(f"{self.name} {children.ended(code)}{reason}", hint)
-        reason = (self._reason() if code else "") or f"exit code {code}"  # 0: after -- -h
+        # While a model is loaded the first error is the cause of all others. Later ones are of
+        # requests, and the last is the nearest.
+        errors = [text for level, text in lines if level == "E"] or [text for _, text in lines[-1:]]
+        reason = fatal or (errors[-1 if self._ready else 0] if errors else "")
+        if not code or not reason:  # 0: after -- -h
+            reason = f"exit code {code}"
         return SparqError(f"{self.name} ended by itself: {reason}", more)
-
-    def _said(self) -> list[tuple[str | None, str]]:
-        """The lines of the log as (level, text), without the time."""
-        # a copy, since a child of its own may still write
-        lines = [(_STAMP.match(line), line) for line in list(self._log)]
-        return [(stamp[1], line[stamp.end() :].strip()) for stamp, line in lines if stamp]
-
-    def _fatal(self) -> str:
-        """The line with which llama.cpp ended the program, if it did so itself.
-
-        What comes after it is what a debugger or the system says, and the last line before a
-        signal of the CPU's has nothing to do with it.
-        """
-        fatal = next((text for _, text in self._said() if _FATAL.search(text)), "")
-        return _PLACE.sub("", fatal.removeprefix("error: "))
-
-    def _reason(self) -> str:
-        """The line of the log that tells most.
-
-        While a model is loaded the first error is the cause of all others. Later ones are of
-        requests, and the last is the nearest.
-        """
-        if fatal := self._fatal():
-            return fatal
-        errors = [text for level, text in self._said() if level == "E"]
-        if errors:
-            return errors[-1 if self._ready else 0]
-        return next((text for _, text in reversed(self._said()) if text), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,27 +22,15 @@ if TYPE_CHECKING:
     from pyorch.engine.chat_template import ChatTemplate
 
 
-class JsonObject(click.ParamType):
-    """An object in JSON."""
-
-    name = "json"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Mapping[str, object]:
-        if isinstance(value, Mapping):
-            return value
-        try:
-            found = json.loads(str(value))
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise SparqError(
-                f"--chat-template-kwargs {value!r} is not a JSON object",
-                """--chat-template-kwargs '{"enable_thinking": false}'""",
-                exit_code=2,
-            )
-        return found
+def _json_object(
+    ctx: click.Context, param: click.Parameter, text: str | None
+) -> dict[str, object] | None:
+    with suppress(ValueError):
+        variables = json.loads("{}" if text is None else text)
+        if isinstance(variables, dict):
+            return variables if text else None
+    hint = """--chat-template-kwargs '{"enable_thinking": false}'"""
+    raise SparqError(f"--chat-template-kwargs {text!r} is not a JSON object", hint, exit_code=2)
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ class TemplateOptions:
     )
     chat_template_kwargs: Mapping[str, object] | None = option(
         "--chat-template-kwargs",
-        type=JsonObject(),
+        callback=_json_object,
         metavar="JSON",
         help="Variables of the chat template, as an object.",
     )
@@ -71,11 +60,10 @@ class TemplateOptions:
     @property
     def variables(self) -> dict[str, object]:
         """What the template may ask for beside the messages."""
-        thinks = {"on": True, "off": False}.get(self.reasoning or "auto")
-        return {
-            **(self.chat_template_kwargs or {}),
-            **({} if thinks is None else {"enable_thinking": thinks}),
-        }
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning in ("on", "off"):
+            variables["enable_thinking"] = self.reasoning == "on"
+        return variables
 
     def template(self, of: Model | Session, now: datetime | None = None) -> ChatTemplate:
         """The template, with a note on variables that it does not know.
@@ -86,11 +74,11 @@ class TemplateOptions:
         from pyorch.engine.chat_template import ChatTemplate
 
         file = Path(self.chat_template_file) if self.chat_template_file else None
-        made = ChatTemplate(of, file=file, variables=self.variables, now=now)
+        template = ChatTemplate(of, file=file, variables=self.variables, now=now)
         for name in self.variables:
-            if name not in made.source:
+            if name not in template.source:
                 note(f"note: the chat template has no {name}: it changes nothing", "yellow")
-        return made
+        return template
 
     def check_unused(self, why: str) -> None:
         """Refuse the options where no template is used.

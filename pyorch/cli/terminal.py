@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +25,8 @@ def note(text: str, style: str = "") -> None:
 
 def note_if_busy() -> None:
     """Warn if other programs make times long and uneven, now or in the last minute."""
-    if system.IS_WINDOWS:  # it does not count them
-        return
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores / 4:
-        text = f"note: this machine is busy (load {load:.1f} on {cores} cores): times will be off"
-        note(text, "yellow")
+    if system.is_busy():
+        note("note: this machine is busy: times will be off", "yellow")
 
 
 def note_if_beyond(n_ctx: int, n_ctx_train: int, then: str = "the text may get worse") -> None:

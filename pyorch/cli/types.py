@@ -125,8 +125,8 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value: object, param: Param, ctx: Context) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
-        n = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
+        n = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
         if n < 1:
             raise SparqError(f"{_shown(param)} {value!r} is not a size", "512M or 2G", exit_code=2)
         return n

@@ -24,7 +24,7 @@ PROGRAM = "ggml-rpc-server"
 
 
 @dataclass(frozen=True)
-class WorkerOptions:
+class ListenOptions:
     """Where the worker listens, and what it lends."""
 
     host: str = option(
@@ -51,50 +51,47 @@ class WorkerOptions:
 
 
 @click.command()
-@takes(wanted=WorkerOptions)
+@takes(server=ListenOptions)
 @opt.verbose_option
-def command(wanted: WorkerOptions) -> None:
+def command(server: ListenOptions) -> None:
     """Hold layers of a model for another machine, which names this one by --rpc HOST:PORT.
 
     It holds the weights, K, V and the transposed K of its layers, and computes them. It serves one
     program at a time. Traffic is not encrypted and no key is required: anyone who can reach the
     port can use it.
     """
-    _check(wanted)
-    family, address = listen.address(wanted.host, wanted.port)
-    with listen.reserved(family, address, wanted.port):
+    _check(server)
+    with listen.reserved(server.host, server.port) as (address, _):
         folder = native.built(tools=(PROGRAM,))
-    argv = [str(folder / system.program(PROGRAM)), "--host", address, "--port", str(wanted.port)]
-    argv += ["--threads", str(wanted.threads or usable_cores())]
-    argv += ["--cache"] * wanted.cache
-    env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}
-    env |= native.waiting()
-    with Child(argv, env, lambda line: None, shows_log()) as child:
+    argv = [str(folder / system.program(PROGRAM)), "--host", address, "--port", str(server.port)]
+    argv += ["--threads", str(server.threads or usable_cores())]
+    argv += ["--cache"] * server.cache
+    with Child(argv, os.environ | native.waiting(), lambda line: None, shows_log()) as child:
         everywhere = address == "0.0.0.0"  # which Windows connects nobody to
-        endpoint = f"{'127.0.0.1' if everywhere else wanted.host}:{wanted.port}"
+        endpoint = f"{'127.0.0.1' if everywhere else server.host}:{server.port}"
         if child.wait_ready(lambda: machines.answers(endpoint), "starting"):
             note(f"{human_bytes(machines.ask(endpoint).free)} of memory are free for layers")
-            name = socket.gethostname() if everywhere else wanted.host
-            note(f"--rpc {name}:{wanted.port} on the other machine; Ctrl-C ends it")
+            name = socket.gethostname() if everywhere else server.host
+            note(f"--rpc {name}:{server.port} on the other machine; Ctrl-C ends it")
             child.wait_end()
 
 
-def _check(wanted: WorkerOptions) -> None:
+def _check(server: ListenOptions) -> None:
     """Raises:
     SparqError: others reach the address, or it is not of IPv4.
     """
-    if ":" in wanted.host:
+    if ":" in server.host:
         raise SparqError(
-            f"--host {wanted.host}: llama.cpp's workers listen on IPv4 addresses only",
+            f"--host {server.host}: llama.cpp's workers listen on IPv4 addresses only",
             "127.0.0.1, or another IPv4 address of this machine",
             exit_code=2,
         )
-    reach = machines.reach(wanted.host)
-    if reach == "public" and not wanted.insecure:
+    reach = machines.reach(server.host)
+    if reach == "public" and not server.insecure:
         raise SparqError(
-            f"--host {wanted.host} would be open to everybody: workers ask for no key",
+            f"--host {server.host} would be open to everybody: workers ask for no key",
             "listen on 127.0.0.1, and let the other machine come through "
-            f"ssh -N -L {wanted.port}:127.0.0.1:{wanted.port} THIS_MACHINE; or --insecure",
+            f"ssh -N -L {server.port}:127.0.0.1:{server.port} THIS_MACHINE; or --insecure",
             exit_code=2,
         )
     if reach != "loopback":

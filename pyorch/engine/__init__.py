@@ -34,7 +34,7 @@ from pyorch.engine.document_file import Document, content
 from pyorch.engine.generation import Piece, generate
 from pyorch.engine.library import library
 from pyorch.engine.loading import Placement, load, load_model
-from pyorch.engine.model import Model, Session, Timings, Watch
+from pyorch.engine.model import Model, Session, Timings, Watcher
 from pyorch.engine.parallel import decode_each, prefill_each, rewind_each
 from pyorch.engine.sampling import Sampling
 from pyorch.engine.settings import (
@@ -48,55 +48,3 @@ from pyorch.engine.sparse import AttentionInfo
 from pyorch.engine.state import load_state, save_state
 from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
 from pyorch.ggml import NUMA
-
-__all__ = [
-    "DEFAULT_CTX",
-    "NUMA",
-    "AttentionInfo",
-    "Document",
-    "Model",
-    "Piece",
-    "Placement",
-    "Reading",
-    "Rope",
-    "Sampling",
-    "Session",
-    "SessionOptions",
-    "Timings",
-    "Watch",
-    "align",
-    "begun",
-    "cache_type",
-    "content",
-    "decode",
-    "decode_each",
-    "detokenize",
-    "difference",
-    "generate",
-    "info",
-    "is_eog",
-    "keep_document",
-    "kept_path",
-    "library",
-    "load",
-    "load_model",
-    "load_state",
-    "logits",
-    "make_room",
-    "must_be_kept_first",
-    "measure_mass",
-    "open_document",
-    "prefill",
-    "prefill_each",
-    "read_document",
-    "reading_of",
-    "reset_counters",
-    "rewind",
-    "rewind_each",
-    "save_state",
-    "seal",
-    "set_attention",
-    "token_bytes",
-    "tokenize",
-    "usable_cores",
-]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -39,15 +41,22 @@ def info(session: Session) -> sparse.AttentionInfo:
     Raises:
         SparqError: it is a stock library, which keeps no account.
     """
-    return sparse.get_info(session.lib, session.ctx)
+    arguments = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+    call = sparse.function(session.lib, "llama_get_sparse_attn_info", ctypes.c_int32, *arguments)
+    size = call(session.ctx, None, 0) + 4096  # counters may gain a digit meanwhile
+    text = ctypes.create_string_buffer(size)
+    call(session.ctx, text, size)
+    return sparse.AttentionInfo.of(json.loads(text.value))
 
 
 def reset_counters(session: Session) -> None:
-    """Set the library's counters and `session.timings` to zero."""
+    """Set the library's counters, if it has any, and `session.timings` to zero."""
     session.timings = Timings()
     if session.watch is not None:
         session.watch.reset()
-    sparse.reset_counters(session.lib, session.ctx)
+    if sparse.is_ours(session.lib):
+        name = "llama_sparse_attn_reset_counters"
+        sparse.function(session.lib, name, None, ctypes.c_void_p)(session.ctx)
 
 
 def seal(session: Session) -> int:
@@ -56,16 +65,18 @@ def seal(session: Session) -> int:
     Returns the number of groups of positions sealed, summed over layers; 0 without a transposed K.
 
     Raises:
-        SparqError: the library failed.
+        SparqError: the library failed, or is a stock library.
     """
-    n = sparse.seal(session.lib, session.ctx)
+    name = "llama_sparse_attn_seal"
+    n = sparse.function(session.lib, name, ctypes.c_int64, ctypes.c_void_p)(session.ctx)
     if n < 0:
         raise SparqError("the transposed K could not be brought up to date")
-    return n
+    return int(n)
 
 
 def measure_mass(session: Session, work: Callable[[], T]) -> tuple[T, list[float]]:
-    """Do `work`, and measure the share of the true attention that what it decodes reads.
+    """Do `work`, and measure the share of the true attention that what it decodes reads, which
+    ggml_ops/llama/llama-sparse.h explains. Decoding takes longer meanwhile.
 
     Returns:
         the result of `work`; by layer, the mean share of the softmax over all that a token sees
@@ -74,14 +85,19 @@ def measure_mass(session: Session, work: Callable[[], T]) -> tuple[T, list[float
     Raises:
         SparqError: attention is computed on a GPU, or it is a stock library.
     """
-    measure = sparse.Measure(session.lib, session.ctx, session.geometry.n_layer)
+    void, doubles = ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)
+    begin = sparse.function(session.lib, "llama_sparse_measure_begin", void, void)
+    end = sparse.function(session.lib, "llama_sparse_measure_end", None, void, doubles)
+    masses = (ctypes.c_double * session.geometry.n_layer)()
+    if not (handle := begin(session.ctx)):
+        raise SparqError("the library cannot measure attention here: no memory")
     try:
         result = work()
     finally:
-        masses = measure.end()
+        end(handle, masses)
     if any(map(math.isnan, masses)):
         raise SparqError(
             "what share of the attention is read could not be measured: it runs on a GPU",
             "load the model with n_gpu_layers=0",
         )
-    return result, masses
+    return result, list(masses)

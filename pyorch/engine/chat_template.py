@@ -26,7 +26,7 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 _PROBE = "zqprobeqz"
-_AROUND = {  # role -> the roles of a short conversation in which a message of that role can stand
+_AROUND = {  # role -> the roles of a short conversation in which a message of it can stand
     "user": ("user",),
     "system": ("system", "user"),
     "assistant": ("user", "assistant", "user"),
@@ -74,10 +74,11 @@ class ChatTemplate:
         self.model = model = of.model if isinstance(of, Session) else of
         self.now = now or clock()
         self._asked_time = False
-        self._forms: dict[str, str] = {}
         self._variables = dict(variables or {})
         self._where = file or model.path
-        source = _text_of(file) if file else self._own()
+        raw = model.lib.llama_model_chat_template(model.handle, None)
+        own = None if raw is None else raw.decode("utf-8", errors="replace")
+        source = _text_of(file) if file else own
         self.source = source or ""
         # what a conversation depends on beside its messages and the model
         given = [self.source, json.dumps(self._variables, sort_keys=True)]
@@ -85,22 +86,24 @@ class ChatTemplate:
         self.builtin = source is not None
         self.stop: list[str] = [] if self.builtin else ["\nUser:", "\nSystem:"]
         self._formatter = None if source is None else self._make(source)
-
-    def _own(self) -> str | None:
-        raw = self.model.lib.llama_model_chat_template(self.model.handle, None)
-        return None if raw is None else str(raw.decode("utf-8", errors="replace"))
+        # what the template takes as the content of a role's messages: a "string", or a list of
+        # "parts". If the text is in the prompt neither way, it is "lost"
+        self._forms: dict[str, str] = {}
+        for role in _AROUND if self._formatter else ():
+            forms = (form for form in ("string", "parts") if self._shows(role, form))
+            self._forms[role] = next(forms, "lost")
 
     def _make(self, template: str) -> Jinja2ChatFormatter:
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         try:
-            made = Jinja2ChatFormatter(
+            formatter = Jinja2ChatFormatter(
                 template, eos_token=self._text("eos"), bos_token=self._text("bos")
             )
         except Exception as e:  # a template is code by the model's author and may raise anything
             raise SparqError(f"{self._where}: its chat template is broken: {e}") from None
-        made.strftime_now = self._strftime_now
-        return made
+        formatter.strftime_now = self._strftime_now
+        return formatter
 
     def _text(self, which: str) -> str:
         lib, vocab = self.model.lib, self.model.vocab
@@ -121,7 +124,7 @@ class ChatTemplate:
     def takes_system(self) -> bool:
         """Whether the template has a place for a system message. If it has none, the text stands
         before that of the first message, as in llama.cpp."""
-        return self._form("system") != "lost"
+        return self._forms.get("system") != "lost"
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text up to where the assistant's next reply begins.
@@ -135,10 +138,10 @@ class ChatTemplate:
         if any(m["role"] == "system" for m in messages) and not self.takes_system:
             messages = _without_system(messages)
         try:
-            text = self._formatted([_as(m, self._form(m["role"])) for m in messages])
+            text = self._formatted([_as(m, self._forms.get(m["role"], "string")) for m in messages])
         except Exception as e:
             raise SparqError(f"the model's chat template refuses this conversation: {e}") from None
-        if self._form("user") == "lost" and not all(
+        if self._forms.get("user") == "lost" and not all(
             m["content"].strip() in text for m in messages if m["role"] == "user"
         ):
             raise SparqError(
@@ -151,22 +154,11 @@ class ChatTemplate:
         formatter: Any = self._formatter
         return str(formatter(messages=list(messages), **self._variables).prompt)
 
-    def _form(self, role: str) -> str:
-        """What the template takes as the content of a role's messages: a "string", or a list of
-        "parts". If the text is in the prompt neither way, it is "lost"."""
-        if self._formatter is None or role not in _AROUND:
-            return "string"
-        if role not in self._forms:
-            self._forms[role] = next(
-                (form for form in ("string", "parts") if self._shows(role, form)), "lost"
-            )
-        return self._forms[role]
-
     def _shows(self, role: str, form: str) -> bool:
         probe = [
             _as({"role": r, "content": _PROBE}, form)
             if r == role
-            else _as({"role": r, "content": "x"}, self._form(r))
+            else _as({"role": r, "content": "x"}, self._forms.get(r, "string"))
             for r in _AROUND[role]
         ]
         try:
@@ -181,8 +173,8 @@ class ChatTemplate:
         out = self._tokens(messages)
         names = self._names_spelled(messages, out)
         if any(names):
-            said = [m["content"] for m in messages]
-            texts, placeholders = hidden(list(zip(said, names, strict=True)))
+            contents = [m["content"] for m in messages]
+            texts, placeholders = hidden(list(zip(contents, names, strict=True)))
             out = tokens_of_pieces(self.model, self.render(_with(messages, texts)), placeholders)
         bos = lib.llama_vocab_bos(vocab)
         if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 and out[:1] != [bos]:

@@ -12,6 +12,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from pyorch.engine.library import Call
@@ -246,9 +247,6 @@ def align(session: Session, tokens: Sequence[int]) -> list[int]:
     """Rewind to the common prefix of the cache and `tokens`, or before it where the memory cannot
     be cut there, and return the tokens to prefill: at least the last one, whose logits are needed.
     """
-    n = 0
-    for a, b in zip(session.tokens, tokens[:-1], strict=False):
-        if a != b:
-            break
-        n += 1
+    pairs = zip(session.tokens, tokens[:-1], strict=False)
+    n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return list(tokens[_cut(session, n) :])

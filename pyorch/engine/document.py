@@ -104,7 +104,8 @@ def read_document(
     tokens = reading.tokens(session, template)
     check_length(session, len(tokens))
     header, raw = _header(session, reading, tokens, template)
-    check_space(path.absolute().parent, header.n_bytes - _size(path), "the document")
+    n_there = _partial(path).stat().st_size if _partial(path).is_file() else 0
+    check_space(path.absolute().parent, header.n_bytes - n_there, "the document")
     with new_file(path, force, resumable=True, private=True) as (partial, fd):
         n = _continued(session, partial, fd, header)
         if n == 0:
@@ -137,11 +138,10 @@ def keep_document(
     reading: Reading,
     template: ChatTemplate | None = None,
     tokens: Sequence[int] | None = None,
-    *,
-    force: bool = False,
 ) -> None:
     """Write what a session has read already: its cache begins with the tokens of `reading`, or with
-    those that are given. template: how its conversation is written; None is the model's own.
+    those that are given. A document that is there is replaced. template: how its conversation is
+    written; None is the model's own.
 
     Raises:
         SparqError: it does not; as `read_document` otherwise.
@@ -152,7 +152,7 @@ def keep_document(
         raise SparqError("the cache does not begin with this text")
     header, raw = _header(session, reading, tokens, template)
     check_space(path.absolute().parent, header.n_bytes, "the document")
-    with new_file(path, force, private=True) as (_, fd):
+    with new_file(path, force=True, private=True) as (_, fd):
         document_file.create(fd, header, raw)
         _write_rows(session, path, fd, header, 0, len(tokens))
         _finish(session, path, fd, header)
@@ -194,8 +194,8 @@ def open_document(session: Session, of: Document) -> int:
 def begun(path: Path, reading: Reading) -> datetime | None:
     """The time that an interrupted reading of the same text states; None if there is none."""
     try:
-        found = document_file.load(_partial(path), whole=False)
-        return found.when if reading_of(found) == reading else None
+        document = document_file.load(_partial(path), whole=False)
+        return document.when if reading_of(document) == reading else None
     except SparqError:
         return None
 
@@ -295,27 +295,18 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _size(path: Path) -> int:
-    """What an interrupted reading takes already."""
-    try:
-        return _partial(path).stat().st_size
-    except OSError:
-        return 0
-
-
 def _continued(session: Session, partial: Path, fd: int, header: Header) -> int:
     """Open what an interrupted reading has left, and return the number of its positions."""
     try:
-        found = document_file.load(partial, whole=False)
+        document = document_file.load(partial, whole=False)
     except SparqError:
         return 0
-    same = {k: v for k, v in asdict(found).items() if k in asdict(header)} == asdict(header)
-    if not same or found.n_read == 0:
+    if document.n_read == 0 or not asdict(header).items() <= asdict(document).items():
         return 0
     forget(session)
-    _open(session, fd, found, found.n_read)
-    session.tokens = document_file.content(found)[0][: found.n_read]
-    return found.n_read
+    _open(session, fd, document, document.n_read)
+    session.tokens = document_file.content(document)[0][: document.n_read]
+    return document.n_read
 
 
 def check_model(
@@ -333,8 +324,8 @@ def check_model(
             "K and V are of one model: take that one, or read the text again",
         )
     if of.rope != _rotations(file, rope, n_ctx):
-        said = of.rope or "the model's own"
-        raise SparqError(f"{of.path}: read with other rotations: {said}", "--rope-* as then")
+        rope_then = of.rope or "the model's own"
+        raise SparqError(f"{of.path}: read with other rotations: {rope_then}", "--rope-* as then")
     if of.types != (names := (types[0].name, types[1].name)):
         type_k, type_v = of.types
         raise SparqError(
@@ -398,8 +389,8 @@ def _call(session: Session, name: str, *values: int | bytes) -> tuple[int, str]:
     with session.library.call() as call:
         n = function(session.ctx, *values, text, len(text))
     call.raise_if_it_came()
-    said = text.value.decode("utf-8", errors="replace")
+    output = text.value.decode("utf-8", errors="replace")
     if n < 0:
-        message, _, hint = said.partition("\n")
+        message, _, hint = output.partition("\n")
         raise SparqError(message, hint)
-    return n, said
+    return n, output

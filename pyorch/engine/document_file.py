@@ -13,17 +13,15 @@ after it, in one write. Nothing in a file is believed: every length is checked b
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from pyorch import paths, system
+from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.progress import Progress, silent
 
@@ -120,6 +118,11 @@ def find(name: str) -> Path:
     raise SparqError(f"{name}: no such document", "sparq-cpp documents list shows those that are")
 
 
+def named(name: str) -> Document:
+    """The document that `--document NAME` means, as `find` and `load`."""
+    return load(find(name))
+
+
 def load(path: Path, whole: bool = True) -> Document:
     """Read and check the header of a document.
 
@@ -141,10 +144,10 @@ def load(path: Path, whole: bool = True) -> Document:
     n_read, checksums_crc, crc = _PROGRESS.unpack_from(head, _PROGRESS_AT)
     if crc != zlib.crc32(head[_PROGRESS_AT : _PROGRESS_AT + 12]) or n_read > header.n_tokens:
         raise _damaged(path, "its progress is not readable")
-    found = Document(**asdict(header), path=path, n_read=n_read, checksums_crc=checksums_crc)
-    if whole and not found.is_whole:
+    document = Document(**asdict(header), path=path, n_read=n_read, checksums_crc=checksums_crc)
+    if whole and not document.is_whole:
         raise SparqError(f"{path}: not read to its end", "read it again: sparq-cpp read")
-    return found
+    return document
 
 
 def _header(path: Path, head: bytes) -> Header:
@@ -160,15 +163,13 @@ def _header(path: Path, head: bytes) -> Header:
     if _HEAD.size + n > _PROGRESS_AT or zlib.crc32(raw) != crc:
         raise _damaged(path, "its header is not readable")
     try:
-        values = json.loads(raw)
-        header = Header(**values)
+        header = Header(**json.loads(raw))
         kinds = {f.name: {"str": str, "int": int}[str(f.type)] for f in fields(Header)}
         if not all(type(getattr(header, name)) is kind for name, kind in kinds.items()):
             raise TypeError
         datetime.fromisoformat(header.stated_time or "2000-01-01")
-        if min(header.n_text, header.image_bytes) < 0 or header.n_tokens < 1:
-            raise ValueError
-        if header.form not in FORMS:
+        lengths = min(header.n_text, header.image_bytes, header.n_tokens - 1)
+        if lengths < 0 or header.form not in FORMS:
             raise ValueError
     except (ValueError, TypeError, KeyError):
         raise _damaged(path, "its header has other fields") from None
@@ -231,23 +232,21 @@ def create(fd: int, header: Header, raw: bytes) -> None:
 
 
 def _write(fd: int, raw: bytes, at: int) -> None:
-    """Write all of it: where the disk is nearly full, the system takes a part and says nothing."""
-    view = memoryview(raw)
-    while view:
-        n = system.write_at(fd, view, at)
-        view, at = view[n:], at + n
+    with open(fd, "r+b", closefd=False) as file:
+        file.seek(at)
+        file.write(raw)
 
 
 def set_read(fd: int, n_read: int, checksums_crc: int = 0) -> None:
     """Note that so many positions are in the file."""
-    said = struct.pack("<QI", n_read, checksums_crc)
-    system.write_at(fd, said + struct.pack("<I", zlib.crc32(said)), _PROGRESS_AT)
+    raw = struct.pack("<QI", n_read, checksums_crc)
+    _write(fd, raw + struct.pack("<I", zlib.crc32(raw)), _PROGRESS_AT)
 
 
-def finish(fd: int, header: Header, progress: Progress = silent) -> None:
+def finish(fd: int, header: Header) -> None:
     """Write the checksums; the document is whole then."""
     os.truncate(fd, header.n_bytes)  # the end of the image may be a hole
-    sums = list(_sums(fd, header, progress))
+    sums = list(_sums(fd, header))
     raw = struct.pack(f"<{len(sums)}I", *sums)
     _write(fd, raw, header.checksums_at)
     os.fsync(fd)
@@ -262,33 +261,24 @@ def verify(of: Document, progress: Progress = silent) -> None:
     """
     content(of)
     with of.path.open("rb") as file:
-        fd = file.fileno()
-        raw = system.read_at(fd, 4 * of.n_blocks, of.checksums_at)
+        file.seek(of.checksums_at)
+        raw = file.read(4 * of.n_blocks)
         if (zlib.crc32(raw) or 1) != of.checksums_crc:
             raise _damaged(of.path, "its checksums are not what was written")
-        wanted = struct.unpack(f"<{of.n_blocks}I", raw)
-        for i, found in enumerate(_sums(fd, of, progress)):
-            if found != wanted[i]:
+        written = struct.unpack(f"<{of.n_blocks}I", raw)
+        for i, checksum in enumerate(_sums(file.fileno(), of, progress)):
+            if checksum != written[i]:
                 at = of.image_at + i * BLOCK
                 raise _damaged(of.path, f"the 16 MiB from byte {at} on are not what was written")
 
 
-def _sums(fd: int, header: Header, progress: Progress) -> Iterator[int]:
+def _sums(fd: int, header: Header, progress: Progress = silent) -> Iterator[int]:
     """Yields the checksum of each block of the image."""
-    with _mapped(fd, header) as image:
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(header.image_at)
         for i in range(header.n_blocks):
-            yield zlib.crc32(image[i * BLOCK : (i + 1) * BLOCK])
+            yield zlib.crc32(file.read(BLOCK))
             progress(i + 1, header.n_blocks)
-
-
-@contextmanager
-def _mapped(fd: int, header: Header) -> Iterator[memoryview]:
-    with (
-        mmap.mmap(fd, header.n_bytes, access=mmap.ACCESS_READ) as whole,
-        memoryview(whole) as every,
-        every[header.image_at :] as image,
-    ):
-        yield image
 
 
 def folders() -> tuple[Path, Path]:
@@ -298,5 +288,5 @@ def folders() -> tuple[Path, Path]:
 
 def known(*where: Path) -> list[Path]:
     """The documents in these folders, by name; those included that are not whole."""
-    found = (p for folder in where if folder.is_dir() for p in folder.iterdir())
-    return sorted(p for p in found if p.name.endswith((SUFFIX, f"{SUFFIX}.partial")))
+    files = (p for folder in where if folder.is_dir() for p in folder.iterdir())
+    return sorted(p for p in files if p.name.endswith((SUFFIX, f"{SUFFIX}.partial")))

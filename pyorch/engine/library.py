@@ -10,6 +10,8 @@ import atexit
 import ctypes
 import logging
 import re
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,6 @@ from functools import cache
 from types import ModuleType
 
 from pyorch import native
-from pyorch.engine.interrupt import Interrupt
 from pyorch.errors import SparqError
 from pyorch.ggml import NUMA
 
@@ -31,12 +32,42 @@ _CONT = 5  # the ggml_log_level of a message that continues
 _LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
 
 
-class Call(Interrupt):
-    """A call into the library, with the warnings and errors that it logged meanwhile."""
+class Call:
+    """A call into the library, with the warnings and errors that it logged meanwhile. No exception
+    can pass through C code, so a Ctrl-C is remembered until Python code may raise it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.came = False  # Ctrl-C
         self.warnings: deque[str] = deque(maxlen=20)
+
+    def note(self, *_: object) -> None:
+        """Remember that Ctrl-C came; functions that C calls do this instead of raising."""
+        self.came = True
+
+    def raise_if_it_came(self) -> None:
+        """Raises:
+        KeyboardInterrupt: Ctrl-C came.
+        """
+        if self.came:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Wrap C code that may call us at any moment: Ctrl-C is noted and not raised.
+
+        A function that C calls would lose it, because Python may raise before the first line of its
+        body. Nothing changes if a program has a handler of its own, or in threads other than the
+        main one, which get no signals.
+        """
+        plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not (plain and threading.current_thread() is threading.main_thread()):
+            yield
+            return
+        signal.signal(signal.SIGINT, self.note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @property
     def reason(self) -> str:
@@ -57,7 +88,7 @@ class Library:
         self._calls: list[Call] = []
         self._line, self._level = "", logging.INFO  # the line of the log that is not yet complete
         self._numa = ""
-        self.workers: dict[str, int] = {}  # by endpoint, llama.cpp's registration
+        self.workers: set[str] = set()  # HOST:PORT of those that we are connected to
         self.on_abort: object = None  # what llama.cpp calls before it aborts
         self._on_log = lib.llama_log_callback(self._log)  # kept alive: the library calls it
         silent = lib.llama_log_callback(lambda *_: None)
@@ -108,10 +139,10 @@ class Library:
         ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
         for name in ("ggml_backend_dev_type", "ggml_backend_dev_description"):
             getattr(ggml, name).argtypes = [pointer]
-        found = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+        devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
         return [
             device
-            for device in found
+            for device in devices
             if ggml.ggml_backend_dev_type(device) in (_GPUS if shared else _GPUS[:1])
             and ggml.ggml_backend_dev_description(device).decode() not in self.workers
         ]
@@ -176,6 +207,6 @@ def library(stock: bool = False) -> Library:
     Raises:
         SparqError: it is not built, or this process has another one.
     """
-    found = _library(stock)
-    found.take_log()
-    return found
+    ours = _library(stock)
+    ours.take_log()
+    return ours

@@ -6,12 +6,12 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
 from pyorch.engine.library import Call, library
-from pyorch.engine.model import Model, Session, Watch
+from pyorch.engine.model import Model, Session, Watcher
 from pyorch.engine.settings import SessionOptions, layers_away, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
@@ -35,49 +35,38 @@ class Placement(TypedDict, total=False):
     repack: bool
 
 
+class LoadOptions(Placement, SessionOptions, total=False):
+    """Those of a model and of its session."""
+
+
 def load(
     path: str | os.PathLike[str] | GGUFFile,
     *,
-    watch: Watch | None = None,
-    n_gpu_layers: int | None = None,
-    kv_offload: bool | None = None,
-    placed: Callable[[Session], None] | None = None,
-    workers: Sequence[str] = (),
-    tensor_split: Sequence[float] = (),
-    numa: str = "",
-    repack: bool = True,
+    watch: Watcher | None = None,
     stock: bool = False,
     progress: Progress | None = None,
-    **options: Unpack[SessionOptions],
+    **options: Unpack[LoadOptions],
 ) -> Session:
     """Load a model and make one session, which closes the model when it is closed.
 
     Args:
         path: a GGUF model, or its header where that has been read.
         watch: as for `Model.session`.
-        n_gpu_layers, kv_offload, placed, workers, tensor_split, numa, repack, stock, progress: as
-            for `load_model`.
-        options: those of `SessionOptions`; errors in them are raised before the model is
-            read.
+        stock, progress: as for `load_model`.
+        options: those of `load_model` and of `SessionOptions`; errors in the latter are raised
+            before the model is read.
 
     Raises:
         SparqError: something is wrong with the file, the sizes or the library.
     """
-    options.setdefault("n_away", layers_away(workers, n_gpu_layers))
+    place: Any = {k: v for k, v in options.items() if k in Placement.__annotations__}
+    of_session: Any = {k: v for k, v in options.items() if k not in place}
+    away = layers_away(place.get("workers", ()), place.get("n_gpu_layers"))
+    of_session.setdefault("n_away", away)
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
-    settings = settings_for(file, **options)
-    model = load_model(
-        file,
-        n_gpu_layers=n_gpu_layers,
-        kv_offload=kv_offload,
-        placed=placed,
-        workers=workers,
-        tensor_split=tensor_split,
-        numa=numa,
-        repack=repack and not settings.lacking,
-        stock=stock,
-        progress=progress,
-    )
+    settings = settings_for(file, **of_session)
+    place["repack"] = place.get("repack", True) and not settings.lacking
+    model = load_model(file, stock=stock, progress=progress, **place)
     try:
         session = Session(model, settings, watch)
     except BaseException:
@@ -126,24 +115,24 @@ def load_model(
             not answer.
     """
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
-    found = library(stock)
+    ours = library(stock)
     if not workers:
-        found.check_gpu(n_gpu_layers, tensor_split)
-    found.place(numa)
-    lib = found.lib
+        ours.check_gpu(n_gpu_layers, tensor_split)
+    ours.place(numa)
+    lib = ours.lib
     params = lib.llama_model_default_params()
     params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = repack and weight_bytes(file) <= available_memory()
     if n_gpu_layers is not None:
         params.n_gpu_layers = n_gpu_layers
     if workers:
-        devices = machines.devices(found, workers)
+        devices = machines.devices(ours, workers)
         ended = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         params.devices = ctypes.cast(ended, ctypes.c_void_p)
-        _check_shares(tensor_split, len(devices))
+        machines.check_split(tensor_split, len(devices))
     if tensor_split:
         params.tensor_split = (ctypes.c_float * lib.llama_max_devices())(*tensor_split)
-    with found.call() as call:
+    with ours.call() as call:
         on_progress = _on_progress(lib, call, progress)  # the name keeps it alive
         params.progress_callback = on_progress
         handle = lib.llama_model_load_from_file(os.fsencode(file.path), params)
@@ -155,21 +144,9 @@ def load_model(
     if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
         lib.llama_model_free(handle)
         raise SparqError(f"{file.path}: not a decoder-only language model")
-    on_cpu = n_gpu_layers == 0 or not (workers or found.has_gpu)
+    on_cpu = n_gpu_layers == 0 or not (workers or ours.has_gpu)
     on_gpu = layers_on_gpu(geometry(file).n_layer, 0 if on_cpu or workers else n_gpu_layers)
-    return Model(found, file, handle, on_cpu, kv_offload, on_gpu, placed)
-
-
-def _check_shares(tensor_split: Sequence[float], n_devices: int) -> None:
-    """Raises:
-    SparqError: it has not one part for each device.
-    """
-    if tensor_split and len(tensor_split) != n_devices:
-        raise SparqError(
-            f"--tensor-split has {len(tensor_split)} parts for {n_devices} devices of workers",
-            "give one part for each",
-            exit_code=2,
-        )
+    return Model(ours, file, handle, on_cpu, kv_offload, on_gpu, placed)
 
 
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:

@@ -11,9 +11,9 @@ import ctypes
 import ipaddress
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BufferedRWPair
 from typing import NoReturn
 
 from pyorch.engine.library import Library
@@ -22,30 +22,18 @@ from pyorch.errors import SparqError
 PORT = 50052  # llama.cpp's own
 _PROTOCOL = 7  # the major version, which must agree
 _HELLO, _DEVICE_COUNT, _DEVICE_MEMORY = 14, 15, 11
-_ALLOC_BUFFER, _BUFFER_BASE, _SET_TENSOR = 0, 3, 6
-_TENSOR_BYTES = 296  # of the description of a tensor (rpc_tensor)
 _CAPABILITIES = 24  # bytes of the greeting about transports other than TCP
 _ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker says of itself.
-
-    sparse_version is the byte that tells which sparse attention it runs, 0: none; memory has the
-    (free, total) bytes of each of its devices; round_trip_s is the time of a question.
-    """
+    """What a worker says of itself. sparse_version: the byte that tells which sparse attention it
+    runs, 0: none; free: the bytes of memory on all of its devices."""
 
     endpoint: str
-    protocol: str
     sparse_version: int
-    memory: tuple[tuple[int, int], ...]
-    round_trip_s: float
-
-    @property
-    def free(self) -> int:
-        """The bytes that are free on all of its devices."""
-        return sum(free for free, _ in self.memory)
+    free: int
 
 
 def parse_endpoint(text: str) -> str:
@@ -91,25 +79,20 @@ def ask(endpoint: str) -> Worker:
     """
     host, _, port = parse_endpoint(endpoint).partition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as wire:
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = _question(wire, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
-            major, minor, patch, sparse_version = hello[:4]
-            protocol = f"{major}.{minor}.{patch}"
-            if major != _PROTOCOL:
+        with (
+            socket.create_connection((host, int(port)), timeout=_ANSWER_S) as wire,
+            wire.makefile("rwb") as stream,
+        ):
+            hello = _answer(stream, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
+            if hello[0] != _PROTOCOL:
                 raise SparqError(
-                    f"the worker at {endpoint} speaks version {protocol}, and we {_PROTOCOL}",
+                    f"the worker at {endpoint} speaks version {hello[0]}, and we {_PROTOCOL}",
                     "take the same version of sparq-cpp on all machines",
                 )
-            times = []
-            for _ in range(5):
-                started = time.perf_counter()
-                (n_devices,) = struct.unpack("<I", _question(wire, _DEVICE_COUNT, b"", 4))
-                times.append(time.perf_counter() - started)
-            memory = [
-                struct.unpack("<QQ", _question(wire, _DEVICE_MEMORY, struct.pack("<I", i), 16))
-                for i in range(n_devices)
-            ]
+            (n_devices,) = struct.unpack("<I", _answer(stream, _DEVICE_COUNT, b"", 4))
+            numbers = (struct.pack("<I", i) for i in range(n_devices))
+            memory = (_answer(stream, _DEVICE_MEMORY, number, 16) for number in numbers)
+            free = sum(struct.unpack("<QQ", answer)[0] for answer in memory)
     except TimeoutError:
         raise SparqError(
             f"the worker at {endpoint} does not answer within {_ANSWER_S:.0f} s",
@@ -120,58 +103,18 @@ def ask(endpoint: str) -> Worker:
             f"no worker answers at {endpoint}: {getattr(e, 'strerror', None) or e}",
             f"start one there: sparq-cpp worker --host {host} --port {port}",
         ) from None
-    return Worker(endpoint, protocol, sparse_version, tuple(memory), sorted(times)[2])
+    return Worker(endpoint, hello[3], free)
 
 
-def measure_rate(endpoint: str, n_bytes: int = 4 << 20) -> float:
-    """The bytes per second that reach the worker at HOST:PORT, from one tensor of `n_bytes`.
-    The worker frees it when the connection ends.
-
-    Raises:
-        SparqError: it cannot be reached, or has no such memory.
-    """
-    host, _, port = endpoint.partition(":")
-    n = n_bytes // 4
-    try:
-        with socket.create_connection((host, int(port)), timeout=60) as wire:
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _question(wire, _HELLO, bytes(_CAPABILITIES), 4 + _CAPABILITIES)
-            size = struct.pack("<IQ", 0, n_bytes)
-            buffer, _ = struct.unpack("<QQ", _question(wire, _ALLOC_BUFFER, size, 16))
-            (base,) = struct.unpack(
-                "<Q", _question(wire, _BUFFER_BASE, struct.pack("<Q", buffer), 8)
-            )
-            tensor = struct.pack("<QIQ4I4I", 1, 0, buffer, n, 1, 1, 1, 4, *[n_bytes] * 3)
-            at = _TENSOR_BYTES - 64 - 4 - 8  # where its data begins is before its name
-            tensor = tensor.ljust(at, b"\0") + struct.pack("<Q", base)
-            request = tensor.ljust(_TENSOR_BYTES, b"\0") + bytes(8 + n_bytes)
-            started = time.perf_counter()
-            _question(wire, _DEVICE_COUNT, b"", 4)
-            trip = time.perf_counter() - started
-            started = time.perf_counter()
-            wire.sendall(struct.pack("<BQ", _SET_TENSOR, len(request)) + request)
-            _question(wire, _DEVICE_COUNT, b"", 4)
-            took = max(time.perf_counter() - started - trip, 1e-9)
-    except (OSError, UnicodeError, struct.error) as e:
-        raise SparqError(
-            f"the worker at {endpoint} took no data: {getattr(e, 'strerror', None) or e}"
-        ) from None
-    return n_bytes / took
-
-
-def _question(wire: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:
+def _answer(stream: BufferedRWPair, command: int, request: bytes, n_answer: int) -> bytes:
     """Raises:
     OSError: the connection ended, or the answer has another size.
     """
-    wire.sendall(struct.pack("<BQ", command, len(request)) + request)
-    answer = b""
-    while len(answer) < 8 + n_answer:
-        piece = wire.recv(8 + n_answer - len(answer))
-        if not piece:
-            raise OSError("what listens there is not a worker of llama.cpp")
-        answer += piece
-        if len(answer) >= 8 and struct.unpack("<Q", answer[:8])[0] != n_answer:
-            raise OSError("what listens there is not a worker of llama.cpp")
+    stream.write(struct.pack("<BQ", command, len(request)) + request)
+    stream.flush()
+    answer = stream.read(8 + n_answer)
+    if len(answer) < 8 + n_answer or struct.unpack("<Q", answer[:8])[0] != n_answer:
+        raise OSError("what listens there is not a worker of llama.cpp")
     return answer[8:]
 
 
@@ -199,17 +142,14 @@ def on_loss(found: Library, endpoints: Sequence[str], end: Callable[[str], NoRet
     """
 
     def ending(text: bytes) -> None:
-        said = text.decode(errors="replace").strip()
-        gone = [e for e in endpoints if not _listens(e)]
-        if gone:
+        if gone := [e for e in endpoints if not _listens(e)]:
             end(f"the worker at {' and '.join(gone)} is gone")
-        if "RPC" in said:
+        if b"RPC" in text:
             end("the connection to a worker was lost")
 
     found.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(ending)  # kept alive
-    ggml = found.lib._lib
-    ggml.ggml_set_abort_callback.restype = ctypes.c_void_p
-    ggml.ggml_set_abort_callback(found.on_abort)
+    found.lib._lib.ggml_set_abort_callback.restype = ctypes.c_void_p
+    found.lib._lib.ggml_set_abort_callback(found.on_abort)
 
 
 def _listens(endpoint: str) -> bool:
@@ -221,6 +161,18 @@ def _listens(endpoint: str) -> bool:
     return True
 
 
+def check_split(tensor_split: Sequence[float], n: int) -> None:
+    """Raises:
+    SparqError: it has not one part for each device of the workers.
+    """
+    if tensor_split and len(tensor_split) != n:
+        raise SparqError(
+            f"--tensor-split has {len(tensor_split)} parts for {n} devices of workers",
+            "give one part for each",
+            exit_code=2,
+        )
+
+
 def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
     """Pointers to the devices of these workers, which are connected to on first use. The library is
     not told of them: it would put layers of any other model there, too.
@@ -228,29 +180,24 @@ def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
     Raises:
         SparqError: a worker cannot be reached, or the library has no RPC.
     """
-    ggml = found.lib._lib
-    pointer, text = ctypes.c_void_p, ctypes.c_char_p
+    ggml, pointer = found.lib._lib, ctypes.c_void_p
+    if not hasattr(ggml, "ggml_backend_rpc_add_server"):
+        raise SparqError("this library has no RPC", "sparq-cpp build --force")
     for name, result, arguments in (
-        ("ggml_backend_reg_by_name", pointer, [text]),
-        ("ggml_backend_reg_get_proc_address", pointer, [pointer, text]),
+        ("ggml_backend_rpc_add_server", pointer, [ctypes.c_char_p]),
         ("ggml_backend_reg_dev_count", ctypes.c_size_t, [pointer]),
         ("ggml_backend_reg_dev_get", pointer, [pointer, ctypes.c_size_t]),
     ):
         function = getattr(ggml, name)
         function.restype, function.argtypes = result, arguments
-    if not (rpc := ggml.ggml_backend_reg_by_name(b"RPC")):
-        raise SparqError("this library has no RPC", "sparq-cpp build --force")
-    address = ggml.ggml_backend_reg_get_proc_address(rpc, b"ggml_backend_rpc_add_server")
-    add_server = ctypes.CFUNCTYPE(pointer, text)(address)
     res: list[int] = []
     for endpoint in endpoints:
-        if endpoint not in found.workers:
+        if endpoint not in found.workers:  # it would not answer beside a connection
             ask(endpoint)
-            registered = add_server(endpoint.encode())
-            if not registered:
-                raise SparqError(f"the worker at {endpoint} has no devices")
-            found.workers[endpoint] = registered
-        one = found.workers[endpoint]
-        n = ggml.ggml_backend_reg_dev_count(one)
-        res += [ggml.ggml_backend_reg_dev_get(one, i) for i in range(n)]
+        worker = ggml.ggml_backend_rpc_add_server(endpoint.encode())
+        if not worker:
+            raise SparqError(f"the worker at {endpoint} has no devices", "restart it")
+        found.workers.add(endpoint)
+        n = ggml.ggml_backend_reg_dev_count(worker)
+        res += [ggml.ggml_backend_reg_dev_get(worker, i) for i in range(n)]
     return res

@@ -50,7 +50,9 @@ class Model:
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
-    def session(self, *, watch: Watch | None = None, **options: Unpack[SessionOptions]) -> Session:
+    def session(
+        self, *, watch: Watcher | None = None, **options: Unpack[SessionOptions]
+    ) -> Session:
         """Make a context of this model, with an empty cache.
 
         Args:
@@ -96,7 +98,7 @@ class Timings:
         return 1 / statistics.median(self.decode_s) if self.decode_s else 0.0
 
 
-class Watch(Protocol):
+class Watcher(Protocol):
     """A receiver of the tensors of every llama_decode. `pyorch.policies` has one that decides what
     is read."""
 
@@ -122,7 +124,7 @@ class Session:
     that can be done with it is a function of this package.
     """
 
-    def __init__(self, model: Model, settings: Settings, watch: Watch | None = None) -> None:
+    def __init__(self, model: Model, settings: Settings, watch: Watcher | None = None) -> None:
         """Raises:
         SparqError: llama.cpp cannot make the context, or refuses the attention.
         """
@@ -158,9 +160,9 @@ class Session:
     def _kv_in_memory(self) -> tuple[int, ...]:
         if self.model.kv_offload is not None or not sparse.is_ours(self.lib):
             return ()
-        found = gpus(self.library) if self.model.on_gpu else []
-        free = sum(gpu.free - MARGIN for gpu in found)
-        return self.cache.in_memory(free, self.model.on_gpu) if found else ()
+        devices = gpus(self.library) if self.model.on_gpu else []
+        free = sum(gpu.free - MARGIN for gpu in devices)
+        return self.cache.in_memory(free, self.model.on_gpu) if devices else ()
 
     def _context(self, settings: Settings) -> int:
         params = settings.params(self.lib)

@@ -40,8 +40,8 @@ def prefill_each(
         for at in range(0, len(prompt), session.n_batch):
             batch = prompt[at : at + session.n_batch]
             ends = at + len(batch) == len(prompt)
-            wanted = [False] * (len(batch) - 1) + [ends]
-            _decode(session, batch, [i] * len(batch), wanted)
+            needed = [False] * (len(batch) - 1) + [ends]
+            _decode(session, batch, [i] * len(batch), needed)
             done += len(batch)
             progress(done, total)
     session.lib.llama_synchronize(session.ctx)
@@ -59,8 +59,8 @@ def decode_each(session: Session, tokens: Mapping[int, int]) -> np.ndarray:
     import numpy as np
 
     _decode(session, list(tokens.values()), list(tokens), [True] * len(tokens))
-    found = session.lib.llama_get_logits(session.ctx)
-    return np.array(np.ctypeslib.as_array(found, shape=(len(tokens), session.n_vocab)))
+    logits = session.lib.llama_get_logits(session.ctx)
+    return np.array(np.ctypeslib.as_array(logits, shape=(len(tokens), session.n_vocab)))
 
 
 def rewind_each(session: Session, n: int, sequences: Sequence[int]) -> None:
@@ -75,9 +75,9 @@ def rewind_each(session: Session, n: int, sequences: Sequence[int]) -> None:
 
 
 def _decode(
-    session: Session, tokens: Sequence[int], sequences: Sequence[int], wanted: Sequence[bool]
+    session: Session, tokens: Sequence[int], sequences: Sequence[int], needed: Sequence[bool]
 ) -> None:
-    """Append each token to its sequence. wanted: whether its logits are."""
+    """Append each token to its sequence. needed: whether its logits are."""
     n, int32 = len(tokens), ctypes.c_int32
     batch = session.lib.llama_batch(n_tokens=n)  # llama.cpp itself counts the positions
     batch.token = (int32 * n)(*tokens)
@@ -86,7 +86,7 @@ def _decode(
     batch.seq_id = (ctypes.POINTER(int32) * n)(
         *(ctypes.pointer(int32.from_buffer(ids, 4 * i)) for i in range(n))
     )
-    batch.logits = (ctypes.c_int8 * n)(*wanted)
+    batch.logits = (ctypes.c_int8 * n)(*needed)
     with session.library.call() as call, abortable(session, call):
         code = session.lib.llama_decode(session.ctx, batch)
     call.raise_if_it_came()

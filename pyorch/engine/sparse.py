@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any
 
 from pyorch.attention.bytes import per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
 
 Json = Mapping[str, Any]  # an object from the library
-
-
-class LayerState(TypedDict):
-    """What serves a layer: `sparse` is our code; `dense` is llama.cpp's, for the given reason."""
-
-    il: int
-    state: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -38,13 +29,20 @@ class AttentionInfo:
     active: bool
     reason: str  # why attention is dense though something sparse was asked for
     method: str
-    n_layer: int
-    layers_sparse: int
-    shadow_bytes: int
-    shadow_type: str
-    layers: Sequence[LayerState]
-    counters: Json
-    raw: Json = field(repr=False)  # the whole JSON
+    n_layer: int = 0  # this and what follows is missing while attention is off
+    layers_sparse: int = 0
+    shadow_bytes: int = 0
+    shadow_type: str = ""
+    layers: Sequence[
+        Json
+    ] = ()  # `il`, `state` ("sparse": our code; "dense": llama.cpp's), `reason`
+    counters: Json = field(default_factory=dict)
+    raw: Json = field(default_factory=dict, repr=False)  # the whole JSON
+
+    @classmethod
+    def of(cls, raw: Json) -> AttentionInfo:
+        """The account that the library has written."""
+        return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw}, raw=raw)
 
     def counter(self, name: str) -> int:
         """The counter of that name, or 0 if the library has none."""
@@ -67,9 +65,9 @@ class AttentionInfo:
     @property
     def dense_reasons(self) -> list[str]:
         """Why attention, or some of its layers, is left to llama.cpp; each reason only once."""
-        found = [self.reason] if not self.active else []
-        found += [layer["reason"] for layer in self.layers if layer["state"] != "sparse"]
-        return list(dict.fromkeys(r for r in found if r))
+        reasons = [self.reason] if not self.active else []
+        reasons += [layer["reason"] for layer in self.layers if layer["state"] != "sparse"]
+        return list(dict.fromkeys(filter(None, reasons)))
 
 
 def is_ours(lib: ModuleType) -> bool:
@@ -86,13 +84,12 @@ def function(
         SparqError: it is a stock library.
     """
     try:
-        found = getattr(lib._lib, name)
+        call: Callable[..., Any] = getattr(lib._lib, name)
     except AttributeError:
         raise SparqError(
             "this libllama has no sparse attention: it is a stock build", "run `sparq-cpp build`"
         ) from None
-    found.restype, found.argtypes = result, list(arguments)
-    call: Callable[..., Any] = found
+    call.restype, call.argtypes = result, list(arguments)  # type: ignore[attr-defined]
     return call
 
 
@@ -133,79 +130,9 @@ def kv_in_memory(layers: Sequence[int]) -> Iterator[None]:
     """While this is active, new contexts keep K and V of these layers in memory, and no others but
     those whose weights are there."""
     name = "SPARQ_KV_IN_MEMORY"
-    before = os.environ.get(name)
+    before = os.environ.get(name, "")  # an empty one names no layer
     os.environ[name] = ",".join(map(str, layers))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def get_info(lib: ModuleType, ctx: int | None) -> AttentionInfo:
-    """The library's account of a context since its counters were reset.
-
-    Raises:
-        SparqError: a stock library, which keeps no account.
-    """
-    call = function(lib, "llama_get_sparse_attn_info", ctypes.c_int32, _CTX, _TEXT, _SIZE)
-    size = call(ctx, None, 0) + 1
-    buf = ctypes.create_string_buffer(size + 4096)  # counters may gain a digit meanwhile
-    call(ctx, buf, len(buf))
-    raw = json.loads(buf.value)
-    n_layer = lib.llama_model_n_layer(lib.llama_get_model(ctx))
-    return AttentionInfo(
-        spec=raw["spec"],
-        active=raw["active"],
-        reason=raw["reason"],
-        method=raw["method"],
-        n_layer=raw.get("n_layer", n_layer),  # the rest is missing while attention is off
-        layers_sparse=raw.get("layers_sparse", 0),
-        shadow_bytes=raw.get("shadow_bytes", 0),
-        shadow_type=raw.get("shadow_type", ""),
-        layers=raw.get("layers", []),
-        counters=raw.get("counters", {}),
-        raw=raw,
-    )
-
-
-def reset_counters(lib: ModuleType, ctx: int | None) -> None:
-    """Set the counters of a context to zero; a stock library has none."""
-    if is_ours(lib):
-        function(lib, "llama_sparse_attn_reset_counters", None, _CTX)(ctx)
-
-
-def seal(lib: ModuleType, ctx: int | None) -> int:
-    """Seal the groups of positions that are not sealed, and return their number, summed over
-    layers; a number below 0 is a failure.
-
-    Raises:
-        SparqError: a stock library.
-    """
-    return int(function(lib, "llama_sparse_attn_seal", ctypes.c_int64, _CTX)(ctx))
-
-
-class Measure:
-    """Measures by layer which share of the true attention a context reads, from here to `end`.
-
-    ggml_ops/llama/llama-sparse.h says what it is. Decoding takes longer meanwhile.
-
-    Raises:
-        SparqError: a stock library.
-    """
-
-    def __init__(self, lib: ModuleType, ctx: int | None, n_layer: int) -> None:
-        pointer = ctypes.POINTER(ctypes.c_double)
-        self._end = function(lib, "llama_sparse_measure_end", None, ctypes.c_void_p, pointer)
-        begin = function(lib, "llama_sparse_measure_begin", ctypes.c_void_p, _CTX)
-        self._mass = (ctypes.c_double * n_layer)()
-        self._handle = begin(ctx)
-        if not self._handle:
-            raise SparqError("the library cannot measure attention here: no memory")
-
-    def end(self) -> list[float]:
-        """The means by layer; 1 where nothing ran over a selection, NaN on a GPU."""
-        self._end(self._handle, self._mass)
-        return list(self._mass)
+        os.environ[name] = before

@@ -88,7 +88,5 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest suffix of `text` that is a prefix of `stop`."""
-    for n in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)

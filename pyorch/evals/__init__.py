@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 MODULES = (
     "repetition",
     "needle",
-    "ruler_niah",
-    "niah_many",
+    "niah",
     "ruler_vt",
     "ruler_cwe",
     "ruler_fwe",

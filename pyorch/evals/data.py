@@ -7,7 +7,7 @@ A file is JSON, JSON lines, or parquet; a download is what the hub holds, which 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ HUB = {
 }
 
 
+FORMATS = "--data takes JSON, JSON lines or parquet"
+
+
 def rows(name: str, file: Path | None) -> list[Row]:
     """All rows of a data set. In a JSON file they are a list, or a list under "data".
 
@@ -34,10 +37,10 @@ def rows(name: str, file: Path | None) -> list[Row]:
         SparqError: the file has another format, or the download failed.
     """
     files = [file] if file is not None else _download(name)
-    found = [row for f in files for row in _read(f)]
-    if not found:
+    out = [row for f in files for row in _read(f)]
+    if not out:
         raise SparqError(f"{files[0]}: no rows", f"--data takes the {name} data, or a download")
-    return found
+    return out
 
 
 def _read(file: Path) -> list[Row]:
@@ -46,36 +49,28 @@ def _read(file: Path) -> list[Row]:
             return _parquet(file)
         text = read_text(file)
     except OSError as e:
-        raise SparqError(
-            f"{file}: {e.strerror or e}", "--data takes JSON, JSON lines or parquet"
-        ) from None
+        raise SparqError(f"{file}: {e.strerror or e}", FORMATS) from None
     try:
         whole = json.loads(text)
     except ValueError:
-        return list(_lines(file, text))
+        # not splitlines(), which also cuts at U+2028, and that may be in a string
+        lines = enumerate(text.split("\n"), 1)
+        return [_object(file, i, line) for i, line in lines if line.strip()]
     if isinstance(whole, dict):
         whole = whole.get("data", [whole])
     if not isinstance(whole, list) or not all(isinstance(r, dict) for r in whole):
-        raise SparqError(f"{file}: not a list of rows", "--data takes JSON, JSON lines or parquet")
+        raise SparqError(f"{file}: not a list of rows", FORMATS)
     return whole
 
 
-def _lines(file: Path, text: str) -> Iterator[Row]:
-    for i, line in enumerate(
-        text.split("\n")
-    ):  # U+2028, where splitlines() cuts too, may be in a string
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise SparqError(
-                f"{file}: line {i + 1} is not a JSON object",
-                "--data takes JSON, JSON lines or parquet",
-            )
-        yield row
+def _object(file: Path, number: int, line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise SparqError(f"{file}: line {number} is not a JSON object", FORMATS)
+    return row
 
 
 def _parquet(file: Path) -> list[Row]:
@@ -86,8 +81,8 @@ def _parquet(file: Path) -> list[Row]:
             f"{file}: parquet needs the package pyarrow", paths.install_command("eval")
         ) from None
     try:
-        found: list[Row] = parquet.read_table(file).to_pylist()
-        return found
+        table: list[Row] = parquet.read_table(file).to_pylist()
+        return table
     except (OSError, ValueError) as e:  # pyarrow raises them too
         raise SparqError(f"{file}: {e}", "is it parquet?") from None
 
@@ -120,20 +115,11 @@ def need(row: Row, keys: Sequence[str], what: str) -> list[Any]:
     Raises:
         SparqError: one is missing, or the row is no object, so this is another data set.
     """
-    if not isinstance(row, dict):
-        raise SparqError(
-            f"--data: {str(row)[:40]!r} is not an object with {keys[0]!r}",
-            f"is this {what}?",
-            exit_code=2,
-        )
-    missing = [k for k in keys if k not in row]
-    if missing:
-        raise SparqError(
-            f"--data: a row has no {missing[0]!r}, it has {', '.join(sorted(row)) or 'nothing'}",
-            f"is this {what}?",
-            exit_code=2,
-        )
-    return [row[k] for k in keys]
+    if isinstance(row, dict) and all(k in row for k in keys):
+        return [row[k] for k in keys]
+    content = f"a row of {', '.join(sorted(row))}" if isinstance(row, dict) else repr(row)
+    lacking = next(k for k in keys if not isinstance(row, dict) or k not in row)
+    raise SparqError(f"--data: {content[:99]} has no {lacking!r}", f"is this {what}?", exit_code=2)
 
 
 def some(answers: Sequence[str], what: str) -> tuple[str, ...]:
@@ -142,7 +128,7 @@ def some(answers: Sequence[str], what: str) -> tuple[str, ...]:
     Raises:
         SparqError: there is none.
     """
-    found = tuple(dict.fromkeys(a for a in answers if isinstance(a, str) and a.strip()))
-    if not found:
+    out = tuple(dict.fromkeys(a for a in answers if isinstance(a, str) and a.strip()))
+    if not out:
         raise SparqError(f"{what} has no answers", "data with questions that have answers")
-    return found
+    return out

@@ -14,7 +14,9 @@ class Example:
     answers     the right answers; the task decides how they are matched
     max_tokens  the limit of the answer; for teacher-forced tasks the number of `forced`
     forced      tokens whose probabilities are measured, instead of an answer
-    about       what tables and figures sort by, such as `{"length": 2048, "depth": 0.5}`
+    about       what tables and figures sort by, such as `{"length": 2048, "depth": 0.5}`; "stretch"
+                is the part of a book that stands in the prompt: its number, begin and end. Without
+                one, examples of one "text" are about the same
     """
 
     id: str

@@ -19,7 +19,7 @@ import numpy as np
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
-from pyorch.evals import niah_many, repetition, squad
+from pyorch.evals import niah, repetition, squad
 from pyorch.evals.decode import Decoder, log_softmax
 from pyorch.evals.example import Example, Outcome
 from pyorch.evals.task import Setup, Task
@@ -38,8 +38,9 @@ def examples(setup: Setup) -> Iterator[Example]:
     books = setup.books(n + TOKENS)
     i = 0
     while True:
-        text = haystack(books, n + TOKENS, setup.rng(i))
-        yield Example(str(i), head + text[:n], TOKENS, forced=tuple(text[n:]))
+        text, stretch = haystack(books, n + TOKENS, setup.rng(i))
+        forced, about = tuple(text[n:]), {"stretch": stretch}
+        yield Example(str(i), head + text[:n], TOKENS, forced=forced, about=about)
         i += 1
 
 
@@ -101,5 +102,5 @@ TASKS = (
         higher=False,
         reference=AttentionSpec("off"),
     ),
-    *(answers(t) for t in (*niah_many.TASKS, *repetition.TASKS, *squad.TASKS)),
+    *(answers(t) for t in (niah.MANY, *repetition.TASKS, *squad.TASKS)),
 )

@@ -14,7 +14,7 @@ from pyorch import paths
 from pyorch.attention.spec import ratio_text
 from pyorch.bench import pictures
 from pyorch.errors import SparqError
-from pyorch.evals import stats, table, tasks
+from pyorch.evals import table, tasks
 from pyorch.evals.series import Series, by_setting
 from pyorch.policies import Method, parse
 
@@ -40,7 +40,7 @@ _WIDTH = 32  # letters of a name above a heatmap
 _MARKS = "osD^vPX*<>hpd8"
 _CAPTIONS = {
     CURVES: "Points of a line are ratios or k; bars are 95 % intervals, the grey band is dense's.",
-    NEEDLE: "Blue: found; red: not found; white: not asked; in brackets the 95 % interval.",
+    NEEDLE: "Blue: found; red: not found; white: not asked.",
 }
 
 
@@ -66,8 +66,7 @@ def draw(found: Sequence[Series], out: Path) -> list[Path]:
     for name, picture, rows, title in written:
         head = groups[0][0]
         about = f"{head.model}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
-        about += table.about_missing([r for g in groups for r in table.rows(g)])
-        about += table.about_old(found)
+        about += table.about_state(found, [r for g in groups for r in table.rows(g)])
         pictures.write(picture, rows, name, {"Title": title, "Description": about}, out)
         files.append(out / f"{name}.svg")
     return files
@@ -214,12 +213,8 @@ def _heatmap(ax: Any, rows: Sequence[pictures.Row], name: str) -> None:
     ax.set_xticks(range(len(lengths)), lengths, rotation=45, fontsize=6)
     some = range(0, len(depths), max(len(depths) // 2, 1))
     ax.set_yticks(some, [f"{depths[i]:.0%}" for i in some], fontsize=6)
-    n = sum(r["n"] for r in rows)
-    found = sum(r["n"] * r["found"] for r in rows)
-    hits = np.repeat([1.0, 0.0], [round(found), n - round(found)])
-    low, high = stats.interval(hits, proportion=True)
+    share = sum(r["n"] * r["found"] for r in rows) / sum(r["n"] for r in rows)
     ratio = table.ratio_of(parse(rows[0]["method"]))
     head = f"{ratio_text(ratio)}: " if ratio else ""
     words = textwrap.fill(name.replace(",", ", "), _WIDTH) + "\n" if name else ""
-    known = "" if math.isnan(low) else f" ({low:.0%}-{high:.0%})"
-    ax.set_title(f"{words}{head}{found / n:.0%}{known}", fontsize=7)
+    ax.set_title(f"{words}{head}{share:.0%}", fontsize=7)

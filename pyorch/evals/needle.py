@@ -60,11 +60,11 @@ def examples(setup: Setup) -> Iterator[Example]:
     i = 0
     while True:
         n, depth = cells[order[i % len(cells)]]
-        hay = haystack(books, n - ends, setup.rng(i))
+        hay, stretch = haystack(books, n - ends, setup.rng(i))
         at = int(depth * len(hay))
         text = setup.text(hay[:at]) + (".\n" if at else "") + NEEDLE + setup.text(hay[at:])
         prompt = setup.prompt(text + ".\n" + QUESTION, CUE)
-        about = {"length": int(n), "depth": float(depth)}
+        about = {"length": int(n), "depth": float(depth), "stretch": stretch}
         yield Example(f"{n}@{depth:g}#{i // len(cells)}", prompt, room, (ANSWER,), about=about)
         i += 1
 

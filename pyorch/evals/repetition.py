@@ -56,7 +56,7 @@ def examples(setup: Setup) -> Iterator[Example]:
                 prompt=head + context + gap + context[at : at + CUE],
                 answers=(said.decode("utf-8", errors="ignore"),),
                 max_tokens=CHARS,
-                about={"text": i},
+                about={"text": i, "stretch": [i % len(books), start, start + n]},
             )
         i += 1
 

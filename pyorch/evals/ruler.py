@@ -55,7 +55,6 @@ def task(
     about: str,
     answers: str,
     example: Callable[[Setup, int], Example],
-    *,
     single: bool = False,
 ) -> Task:
     """single: each example has one answer."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from pyorch.evals import ruler
 from pyorch.evals.example import Example
-from pyorch.evals.ruler_niah import NOISE
 from pyorch.evals.task import Setup
 
 ASK = (
@@ -23,6 +22,7 @@ CUE = (  # the spelling is RULER's
     " Answer: According to the chain(s) of variable assignment in the text above, {n} variables are"
     " assgined the value {value}, they are: "
 )
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 HOPS = 4
 MAX_TOKENS = 30
 

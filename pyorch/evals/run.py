@@ -45,20 +45,22 @@ _SHARED = 256  # prompts that share so many tokens are taken to share a text
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """The plan of a run. The others of `methods` are compared with the first."""
+    """The plan of a run. The others of `methods` are compared with the first.
+
+    setup    the fields of `Setup` that all tasks share
+    data     task -> its file
+    options  those of the sessions, but for their attention
+    document  what all prompts begin with
+    """
 
     model: Path
     tasks: Sequence[Task]
     methods: Sequence[Method]
     n: int
-    setup: Mapping[str, Any] = field(default_factory=dict)  # fields of `Setup`
-    data: Mapping[str, Path] = field(default_factory=dict)  # task -> its file
-    n_threads: int | None = None
+    setup: Mapping[str, Any]
+    data: Mapping[str, Path]
+    options: engine.SessionOptions
     placement: engine.Placement = field(default_factory=engine.Placement)
-    type_k: str = "f16"
-    type_v: str = "f16"
-    n_away: int | None = 0
-    rope: engine.Rope | None = None
     document: engine.Document | None = None
 
 
@@ -83,13 +85,8 @@ def run(
         methods,
         recall=any(t.reference == OFF for t in plan.tasks),
         placement=plan.placement,
-        n_away=plan.n_away,
-        n_ctx=plan.setup["ctx"],
-        n_threads=plan.n_threads,
-        type_k=plan.type_k,
-        type_v=plan.type_v,
-        rope=plan.rope,
         document=plan.document,
+        **plan.options,
     ) as runner:
         work: list[_Work] = []
         for i, task in enumerate(plan.tasks):
@@ -222,12 +219,12 @@ def _prepare(
         "options": {name: getattr(setup, name) for name in task.options},
         "data": file_hash(data) if data else task.data,
         "texts": texts,
-        "type_k": plan.type_k,
-        "type_v": plan.type_v,
+        "type_k": plan.options["type_k"],
+        "type_v": plan.options["type_v"],
         "read_by": plan.document.attention if plan.document else read_by,
-        "threads": plan.n_threads or engine.usable_cores(),
+        "threads": plan.options["n_threads"] or engine.usable_cores(),
         **_where(plan.placement),
-        **({"rope": plan.rope.given} if plan.rope else {}),
+        **({"rope": rope.given} if (rope := plan.options["rope"]) else {}),
         **({"document": f"{plan.document.text_crc:08x}"} if plan.document else {}),
     }
     case = json.loads(json.dumps(case))
@@ -246,7 +243,10 @@ def _prepare(
 
 def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:
     if not examples:
-        raise SparqError(f"{task.name}: no examples", "other --data")
+        raise SparqError(
+            f"{task.name}: nothing in the data has the sizes that it asks about within --ctx {ctx}",
+            "a larger --ctx or other --data: docs/evals.md says which",
+        )
     sizes = [len(e.prompt) + e.max_tokens for e in examples]
     over = [n for n in sizes if n > ctx]
     if over:

@@ -19,7 +19,7 @@ from pyorch.attention.spec import BOUNDS
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
-from pyorch.evals import find, tasks
+from pyorch.evals import find, stats, tasks
 from pyorch.models import cards
 from pyorch.policies import Method, is_sparse, recorded
 
@@ -57,9 +57,12 @@ class Series:
 
     @property
     def texts(self) -> list[int] | None:
-        """The number of each example's text, where several examples ask about one."""
-        found = [a["text"] for a in self.about if "text" in a]
-        return found if len(found) == len(self.about) else None
+        """The number of each example's text, where several may ask about one."""
+        if all("stretch" in a for a in self.about):
+            return stats.overlapping([a["stretch"] for a in self.about])
+        if all("text" in a for a in self.about):
+            return [a["text"] for a in self.about]
+        return None
 
     @property
     def missing(self) -> int:
@@ -93,18 +96,14 @@ class Series:
         return f"{card.title} ({name})" if card else name
 
     @property
-    def _per_token(self) -> tuple[float, float]:
-        return per_token(self.counters) if self.counters.get("steps") else (math.nan, math.nan)
-
-    @property
     def bytes_per_token(self) -> float:
         """The bytes of K, V and a method's additions to them, in all layers; NaN if not counted."""
-        return self._per_token[0]
+        return per_token(self.counters)[0] if self.counters.get("steps") else math.nan
 
     @property
     def bytes_dense(self) -> float:
         """The bytes that all of K and V would have taken."""
-        return self._per_token[1]
+        return per_token(self.counters)[1] if self.counters.get("steps") else math.nan
 
     @property
     def tokens_per_s(self) -> float:
@@ -168,7 +167,6 @@ def read(file: Path) -> list[Series]:
     headers: dict[str, Record] = {}
     lines: dict[tuple[str, str], dict[int, Record]] = {}
     asked: dict[tuple[str, str], int] = {}
-    packed: dict[tuple[str, str], Series] = {}
     for rec in records.load_all(file):
         if "case" in rec:
             headers[rec["key"]] = rec
@@ -179,14 +177,29 @@ def read(file: Path) -> list[Series]:
         if "asked" in rec:
             asked[of] = rec["asked"]
         elif "scores" in rec:
-            packed[of] = _unpack(headers[rec["setting"]], rec)
+            lines[of] = dict(enumerate(_unpacked(headers[of[0]], rec)))
         else:
             lines.setdefault(of, {})[rec["i"]] = rec
-    made = {}
-    for of, found in lines.items():
-        recs = [found[i] for i in sorted(found)]
-        made[of] = make(headers[of[0]], recorded(recs[0]["method"]), recs, asked.get(of))
-    return list((packed | made).values())
+    out = []
+    for of, by_number in lines.items():
+        recs = [by_number[i] for i in sorted(by_number)]
+        out.append(make(headers[of[0]], recorded(recs[0]["method"]), recs, asked.get(of)))
+    return out
+
+
+def _unpacked(header: Record, packed: Record) -> list[Record]:
+    """The records of the examples that a packed line holds. The first has the counters of all."""
+    return [
+        {
+            **packed,
+            "i": i,
+            "score": score,
+            "counters": {} if i else packed["counters"],
+            "about": header["about"][i],
+            "more": {name: values[i] for name, values in packed["more"].items()},
+        }
+        for i, score in enumerate(packed["scores"])
+    ]
 
 
 def read_folder(folder: Path, names: Sequence[str] = ()) -> list[Series]:
@@ -195,81 +208,69 @@ def read_folder(folder: Path, names: Sequence[str] = ()) -> list[Series]:
     Raises:
         SparqError: there are none.
     """
-    wanted = [t.name for t in find(names)] if names else list(tasks())
-    found = [s for name in wanted for s in read(folder / f"{name}.jsonl")]
-    if not found:
+    chosen = [t.name for t in find(names)] if names else list(tasks())
+    out = [s for name in chosen for s in read(folder / f"{name}.jsonl")]
+    if not out:
         raise SparqError(f"no results in {folder}", "run sparq-cpp eval ... --out DIR first")
-    return found
+    return out
 
 
-def by_setting(found: Iterable[Series]) -> list[list[Series]]:
+def by_setting(series: Iterable[Series]) -> list[list[Series]]:
     """Groups of series that may be compared, each with `off` or `dense` first."""
     groups: dict[str, list[Series]] = {}
-    for s in found:
+    for s in series:
         groups.setdefault(s.setting, []).append(s)
     return [sorted(g, key=lambda s: is_sparse(s.method)) for g in groups.values()]
 
 
-def pack(found: Iterable[Series], folder: Path) -> list[Path]:
+def pack(series: Sequence[Series], folder: Path) -> list[Path]:
     """Write each task's series to `folder`, one line per method, whose examples are the first ones.
 
     Raises:
         SparqError: examples are missing, a file exists already, or it cannot be written.
     """
-    files: list[Path] = []
-    groups = by_setting(found)
-    for s in (s for group in groups for s in group):
-        file = folder / f"{s.task}.jsonl"
-        if file.exists():
-            raise SparqError(f"{file} is there already", "remove it, or name another folder")
-        if s.missing:
-            there = f"{len(s.numbers)} of {len(s.numbers) + s.missing} examples"
+    files = {s.task: folder / f"{s.task}.jsonl" for s in series}
+    for s in series:
+        if files[s.task].exists():
             raise SparqError(
-                f"{s.task}, {s.method}: {there} are there; not packed",
+                f"{files[s.task]} is there already", "remove it, or name another folder"
+            )
+        if s.missing:
+            n = f"{len(s.numbers)} of {len(s.numbers) + s.missing} examples"
+            raise SparqError(
+                f"{s.task}, {s.method}: {n} are there; not packed",
                 "the command that was interrupted continues where it was",
             )
-    for group in groups:
-        files.append(file := folder / f"{group[0].task}.jsonl")
+    for group in by_setting(series):
         head = group[0]
-        longest = max((s.about for s in group), key=len)
-        header = {"schema": records.SCHEMA, "key": head.setting, "case": head.case}
-        header |= {"bench": bench_of(head.task), "version": head.version}
-        records.append(file, header | {"env": head.env, "about": longest})
+        header = {
+            "schema": records.SCHEMA,
+            "key": head.setting,
+            "case": head.case,
+            "bench": bench_of(head.task),
+            "version": head.version,
+            "env": head.env,
+            "about": max((s.about for s in group), key=len),
+        }
+        records.append(files[head.task], header)
         for s in group:
-            seconds = None if np.isnan(s.tokens_per_s) else round(1 / s.tokens_per_s, 9)
-            meaning = s.meaning or str(s.method)
-            line = {
-                "schema": records.SCHEMA,
-                "key": records.key("pack", {"method": meaning}, s.setting),
-                "setting": s.setting,
-                "method": str(s.method),
-                "meaning": meaning,
-                "scores": [_short(x) for x in s.scores],
-                "more": {name: _short_all(values) for name, values in s.more.items()},
-                "seconds": seconds,
-                "counters": dict(s.counters),
-            }
-            records.append(file, line)
-    return list(dict.fromkeys(files))
+            records.append(files[head.task], _packed(s))
+    return list(files.values())
 
 
-def _unpack(header: Record, rec: Record) -> Series:
-    scores = np.array(rec["scores"], float)
-    return Series(
-        setting=header["key"],
-        case=header["case"],
-        env=header["env"],
-        version=header.get("version", 0),
-        method=recorded(rec["method"]),
-        numbers=np.arange(len(scores)),
-        asked=len(scores),
-        scores=scores,
-        seconds=np.array([rec["seconds"]], float),
-        counters=rec["counters"],
-        about=header["about"][: len(scores)],
-        more={name: np.array(values, float) for name, values in rec["more"].items()},
-        meaning=rec.get("meaning", ""),
-    )
+def _packed(s: Series) -> Record:
+    meaning = s.meaning or str(s.method)
+    return {
+        "schema": records.SCHEMA,
+        "key": records.key("pack", {"method": meaning}, s.setting),
+        "setting": s.setting,
+        "method": str(s.method),
+        "meaning": meaning,
+        "scores": [_short(x) for x in s.scores],
+        "more": {name: _short_all(values) for name, values in s.more.items()},
+        "seconds": None if np.isnan(s.tokens_per_s) else round(1 / s.tokens_per_s, 9),
+        "counters": dict(s.counters),
+    }
 
 
 def _short_all(values: np.ndarray) -> list[Any]:

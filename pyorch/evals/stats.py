@@ -1,30 +1,49 @@
 """95 % intervals: Wilson for proportions, Student's t for everything else.
 
-Examples that ask about the same text are not independent. `groups` says which do, and then whole
-texts count: the standard error is what leaving out one text at a time gives (the jackknife, Tukey
-1958; for a plain mean it is the usual one), and Wilson's interval counts fewer examples (Kish's
-design effect). Both go by Student's t, since a few texts tell little about their own spread. Fewer
-than `FEWEST` tell too little: their interval is NaN, and tables say so.
+Examples that ask about the same text are not independent, nor are those about stretches of a book
+that overlap. `groups` says which do, and then whole texts count: the standard error is what leaving
+out one text at a time gives (the jackknife, Tukey 1958; for a plain mean it is the usual one), and
+Wilson's interval counts fewer examples (Kish's design effect). Both go by Student's t, since a few
+texts tell little about their own spread. Fewer than `FEWEST` tell too little: their interval is
+NaN, and tables say so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
-from scipy.special import stdtrit
 
 FEWEST = 6  # groups that an interval needs
 NONE = (math.nan, math.nan)
+NORMAL = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
-def quantile(n: float) -> float:
-    """Student's 97.5 % quantile for n groups."""
-    return float(stdtrit(n - 1, 0.975))
+@cache
+def quantile(n: int) -> float:
+    """Student's 97.5 % quantile for n groups; NaN for a single one.
+
+    The share of the distribution within -t and t is a finite sum for whole degrees of freedom
+    (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4, by the angle whose tangent is t over the root of
+    the degrees); bisection finds where it is 95 %.
+    """
+    if n < 2:
+        return math.nan
+    powers = np.arange((n - 1) % 2, n - 2, 2)
+    factors = np.append(1, (powers + 1) / (powers + 2)).cumprod()[: len(powers)]
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        share = math.sin(angle) * float(factors @ math.cos(angle) ** powers)
+        if n % 2 == 0:
+            share = (share + angle) * 2 / math.pi
+        low, high = (angle, high) if share < 0.95 else (low, angle)
+    return math.sqrt(n - 1) * math.tan(high)
 
 
-def wilson(successes: float, n: float, z: float = quantile(math.inf)) -> tuple[float, float]:
+def wilson(successes: float, n: float, z: float = NORMAL) -> tuple[float, float]:
     """The interval of a proportion (Wilson, 1927) for a quantile, by default the normal one."""
     p, zz = successes / n, z**2 / n
     middle = (p + zz / 2) / (1 + zz)
@@ -83,6 +102,18 @@ def interval(
         return wilson(float(scores.sum()), n)
     counted = len(scores) / _design_effect(scores, groups)
     return wilson(float(scores.mean()) * counted, counted, quantile(n))
+
+
+def overlapping(stretches: Sequence[Sequence[int]]) -> list[int]:
+    """The group of each stretch (book, begin, end). Those that overlap, be it through others, are
+    in one group."""
+    groups, group, end = [0] * len(stretches), -1, (-1, 0)
+    for i in sorted(range(len(stretches)), key=lambda i: tuple(stretches[i])):
+        book, begin, stop = stretches[i]
+        if (book, begin) >= end:
+            group += 1
+        groups[i], end = group, max(end, (book, stop))
+    return groups
 
 
 def n_groups(scores: np.ndarray, groups: Sequence[int] | None) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import table as tables
-from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
+from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec, ratio_text
 from pyorch.evals import stats, tasks
 from pyorch.evals.series import Series, by_setting
-from pyorch.policies import OFF, STOCK_FA0, Method, parse
+from pyorch.evals.task import Task
+from pyorch.policies import OFF, STOCK_FA0, Method, is_sparse, parse
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def rows(group: Sequence[Series]) -> list[Row]:
     A method that was calibrated anew in between has several, named by what it stood for.
     """
     base, task = group[0], tasks()[group[0].task]
-    named = Counter(s.method for s in group)
+    same = Counter(s.method for s in group)
     counted = next((s for s in group if s.counters.get("steps")), base)
     out = []
     for s in group:
@@ -69,7 +70,7 @@ def rows(group: Sequence[Series]) -> list[Row]:
             Row(
                 task=task.name,
                 metric=task.metric,
-                method=s.method if named[s.method] == 1 else parse(s.meaning or str(s.method)),
+                method=s.method if same[s.method] == 1 else parse(s.meaning or str(s.method)),
                 model=s.case["model"]["name"],
                 ctx=s.case["ctx"],
                 n=len(s.scores),
@@ -92,22 +93,25 @@ def rows(group: Sequence[Series]) -> list[Row]:
     return out
 
 
+# ---- names of methods ----
+
+
 def _exact(method: Method) -> bool:
     if not (isinstance(method, AttentionSpec) and method.sparse):
         return False
     return all(getattr(method, name) == value for name, value in EXACT.items())
 
 
-def _bounds(method: Method) -> str:
-    """A note on a native method whose ratio is not exact, if its line names no bounds."""
+def label(method: Method, without: Collection[str] = ()) -> str:
+    """The name of a method's row, in Markdown: its spec, without the bounds that make a ratio
+    exact, which the line below a table has. A native method whose ratio is not exact, and whose
+    line names no bounds, gets a note."""
+    if method == STOCK_FA0:
+        return "`llama.cpp -fa 0`"
     native = isinstance(method, AttentionSpec) and method.sparse
-    named = native and any(f"{name}=" in str(method) for name in EXACT)
-    return " with default bounds" if native and not named else ""
-
-
-def label(method: Method) -> str:
-    """The spec in a table, without the bounds that make a ratio exact: the line below has them."""
-    return f"`{_line(method, tuple(EXACT) if _exact(method) else ())}`{_bounds(method)}"
+    bounds = any(f"{name}=" in str(method) for name in EXACT)
+    note = " with default bounds" if native and not bounds else ""
+    return f"`{method.line((*without, *(EXACT if _exact(method) else ())))}`{note}"
 
 
 def line_of(method: Method, also: Sequence[str] = ()) -> str:
@@ -115,12 +119,7 @@ def line_of(method: Method, also: Sequence[str] = ()) -> str:
 
     Two methods of one line differ in `ratio_of`, or in a setting that `also` names.
     """
-    without = ("ratio", *also, *(EXACT if _exact(method) else ()))
-    return _line(method, without) + _bounds(method)
-
-
-def _line(method: Method, without: Collection[str]) -> str:
-    return "llama.cpp -fa 0" if method == STOCK_FA0 else method.line(without)
+    return label(method, ("ratio", *also)).replace("`", "")
 
 
 def ratio_of(method: Method) -> float:
@@ -128,17 +127,19 @@ def ratio_of(method: Method) -> float:
     return method.ratio or 0.0
 
 
-def markdown(found: Sequence[Series]) -> str:
+# ---- a table per setting ----
+
+
+def markdown(series: Sequence[Series]) -> str:
     """A table per setting, with a line that describes the setting."""
-    return "\n\n".join(_table(group) for group in by_setting(found))
+    return "\n\n".join(_table(group) for group in by_setting(series))
 
 
 def _table(group: Sequence[Series]) -> str:
-    here, task = rows(group), tasks()[group[0].task]
+    lines, task = rows(group), tasks()[group[0].task]
     factor = 100 if task.percent else 1
-    digits = 1 if task.percent or max(r.score for r in here) >= 10 else 4
+    digits = 1 if task.percent or max(r.score for r in lines) >= 10 else 4
     unit = ", %" if task.percent else ""
-    base = here[0].method
 
     def text(x: float, sign: str = "") -> str:
         form = f"{{:{sign}.{digits}f}}"
@@ -149,7 +150,7 @@ def _table(group: Sequence[Series]) -> str:
         return text(r.score) + known * f" ({text(r.score_low)}-{text(r.score_high)})"
 
     def gap(r: Row) -> str:
-        if r.method == base:
+        if r.method == lines[0].method:
             return ""
         low, high = text(r.difference_low, "+"), text(r.difference_high, "+")
         known = not math.isnan(r.difference_low)
@@ -161,34 +162,35 @@ def _table(group: Sequence[Series]) -> str:
     shown: dict[str, Callable[[Row], object]] = {
         "attention": lambda r: label(r.method),
         f"{task.metric}{unit} (95 % CI)": score,
-        f"against `{base}` (95 % CI)": gap,
-        **{name.replace("_", " "): mean_of(name) for name in here[0].more},
+        f"against `{lines[0].method}` (95 % CI)": gap,
+        **{name.replace("_", " "): mean_of(name) for name in lines[0].more},
         "KB read per token": lambda r: tables.number(r.bytes_per_token / 1e3, "{:.0f}"),
         "share of dense": lambda r: tables.number(100 * r.share_of_dense, "{:.1f} %"),
         "tokens/s": lambda r: tables.number(r.tokens_per_s, "{:.0f}"),
     }
     title = f"**{task.name}**: {task.about}"
-    return "\n\n".join([title, tables.columns(shown, here), _about(group, here)])
+    return "\n\n".join([title, tables.columns(shown, lines), _about(group, lines)])
 
 
-def _about(group: Sequence[Series], here: Sequence[Row]) -> str:
+def _about(group: Sequence[Series], lines: Sequence[Row]) -> str:
+    """The line below a table."""
     case, env = group[0].case, group[0].env
-    n = sorted({r.n for r in here})
-    cache = (
-        ""
-        if {case["type_k"], case["type_v"]} == {"f16"}
-        else (f", cache {case['type_k']}/{case['type_v']}")
-    )
-    place = f", numa {case['numa']}" if "numa" in case else ""
-    place += f", {case['n_workers']} workers" if "n_workers" in case else ""
+    parts = [f"{_span([r.n for r in lines])} examples of up to {case['ctx']} positions"]
+    parts += [group[0].model]
+    if {case["type_k"], case["type_v"]} != {"f16"}:
+        parts += [f"cache {case['type_k']}/{case['type_v']}"]
+    parts += [f"{case['threads']} thread{'s' * (case['threads'] > 1)}"]
+    parts += [f"numa {case['numa']}"] if "numa" in case else []
+    parts += [f"{case['n_workers']} workers"] if "n_workers" in case else []
     better = "higher" if tasks()[case["task"]].higher else "lower"
-    text = (
-        f"{n[0]}{f' to {n[-1]}' if n[1:] else ''} examples of up to {case['ctx']} positions, "
-        f"{group[0].model}{cache}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
-        f"{place}, {env['machine']['cpu']}; {better} is better."
-    )
-    text += _about_texts(here) + about_missing(here)
-    text += about_old(group)
+    text = f"{', '.join(parts)}, {env['machine']['cpu']}; {better} is better."
+    n_texts = [r.texts for r in lines]
+    many = f"{_span(n_texts)} text{'s' * (max(n_texts) > 1)}"
+    if min(n_texts) < stats.FEWEST:
+        text += f" n = {many}: no interval below {stats.FEWEST}."
+    elif any(r.texts < r.n for r in lines):
+        text += f" They ask about {many}."
+    text += about_state(group, lines)
     if any(_exact(s.method) for s in group):
         text += (
             f" Ratios of `sparq` and `topk` with `{BOUNDS}`, which makes them exact at this length."
@@ -196,25 +198,96 @@ def _about(group: Sequence[Series], here: Sequence[Row]) -> str:
     return text
 
 
-def _about_texts(here: Sequence[Row]) -> str:
-    """How many texts the examples ask about, and for which methods these are too few."""
-    n = sorted({r.texts for r in here})
-    many = f"{n[0]}{f' to {n[-1]}' if n[1:] else ''} text{'s' * (n[-1] > 1)}"
-    shared = any(r.texts < r.n for r in here)
-    if n[0] >= stats.FEWEST:
-        return f" They ask about {many}." if shared else ""
-    return f" n = {many}: no interval below {stats.FEWEST}."
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low} to {high}" if low < high else str(low)
 
 
-def about_old(found: Sequence[Series]) -> str:
-    old = any(s.old for s in found)
-    return " Measured by an earlier version of the evaluation." if old else ""
+def about_state(series: Sequence[Series], lines: Sequence[Row]) -> str:
+    """What an interrupted or running evaluation lacks, and whether an earlier version made it."""
+    lacking = [f"{label(r.method)} {r.missing} of {r.n + r.missing}" for r in lines if r.missing]
+    text = f" **Incomplete**, examples missing: {', '.join(lacking)}." if lacking else ""
+    old = any(s.old for s in series)
+    return text + old * " Measured by an earlier version of the evaluation."
 
 
-def about_missing(here: Sequence[Row]) -> str:
-    """What an interrupted or running evaluation lacks."""
-    lacking = [f"{label(r.method)} {r.missing} of {r.n + r.missing}" for r in here if r.missing]
-    return f" **Incomplete**, examples missing: {', '.join(lacking)}." if lacking else ""
+# ---- one table of all tasks, like SparQ's Table 2 ----
+
+
+def summary(series: Sequence[Series]) -> str:
+    """A row per method, a column per task and ratio.
+
+    Ratios that only one method was run at, and settings with only one method, are left out. What
+    reads everything, besides the first method of a setting, has the same score in all columns.
+    """
+    groups = [rows(g) for g in by_setting(series) if len(g) > 1]
+    every = [row for g in groups for row in g]
+    lines_at: dict[float, set[str]] = {}
+    for row in every:
+        lines_at.setdefault(ratio_of(row.method), set()).add(line_of(row.method))
+    ratios = sorted((r for r, n in lines_at.items() if r and len(n) > 1), reverse=True)
+    exact = [line_of(r.method) for g in groups for r in g[1:] if not is_sparse(r.method)]
+    sparse = [line_of(r.method) for r in every if ratio_of(r.method) in ratios]
+    head, dense = ["method"], ["`off`, dense"]
+    body = {line: [f"`{line}`"] for line in (*exact, *sparse)}
+    for g in groups:
+        by_key = {(line_of(row.method), ratio_of(row.method)): row for row in g}
+        for ratio in ratios:
+            head.append(f"{g[0].task} {ratio_text(ratio)}")
+            dense.append(_cell(g[0]).removesuffix(" *"))
+            for line, cells in body.items():
+                place = by_key.get((line, 0 if line in exact else ratio))
+                cells.append(_cell(place) if place else "-")
+    text = "; ".join(map(_about_task, groups))
+    text += ". ± half of the 95 % interval; * differs from dense on the same examples."
+    text += _about_bytes(every) + about_state(series, every)
+    return tables.markdown(head, (dense, *body.values())) + "\n\n" + text
+
+
+def _cell(row: Row) -> str:
+    """A score and half of its interval, with a star if it differs from dense."""
+    task = tasks()[row.task]
+    half = (row.score_high - row.score_low) / 2
+    differs = row.difference_low > 0 or row.difference_high < 0
+    text = _short(task, row.score, row.score)
+    text += "" if math.isnan(half) else f" ± {_short(task, half, row.score)}"
+    return text + differs * " *"
+
+
+def _short(task: Task, value: float, score: float) -> str:
+    """A score, or half of its interval, with the digits of the score."""
+    if task.percent:
+        return f"{100 * value:.0f}"
+    return f"{value:.{0 if score >= 9.95 else 1 if task.metric.startswith('char') else 3}f}"
+
+
+def _about_task(group: Sequence[Row]) -> str:
+    task, fewest = tasks()[group[0].task], min(group, key=lambda row: row.n)
+    text = f"{task.name}: {task.metric}{' in %' * task.percent}, {_span([r.n for r in group])}"
+    text += f" examples of up to {group[0].ctx} positions"
+    if min(row.texts for row in group) < stats.FEWEST:
+        text += f" about fewer than {stats.FEWEST} texts: no interval"
+    if fewest.n < max(row.n for row in group):
+        dense = fewest.score - fewest.difference
+        text += f" (dense on the same {fewest.n}: {_short(task, dense, dense)})"
+    return text
+
+
+def _about_bytes(lines: Sequence[Row]) -> str:
+    """The methods that read clearly more than their ratio."""
+    over: dict[str, list[float]] = {}
+    for row in lines:
+        # SparQ's last positions, which are not sealed yet, come on top of its ratio
+        if ratio_of(row.method) and row.share_of_dense > ratio_of(row.method) + 0.05:
+            over.setdefault(line_of(row.method), []).append(100 * row.share_of_dense)
+    text = ""
+    for line, shares in over.items():
+        why = " whatever its ratio, which is that of the positions it keeps" * (line == "topk")
+        text += f" `{line}` reads {min(shares):.0f} to {max(shares):.0f} % of dense's bytes{why}."
+    return text
+
+
+# ---- for programs ----
 
 
 def of_folder(folder: Path, text: Callable[[Path], str]) -> str:
@@ -225,9 +298,9 @@ def of_folder(folder: Path, text: Callable[[Path], str]) -> str:
     return "\n\n".join(f"## {f.name}\n\n{text(f)}" for f in inner)
 
 
-def as_csv(found: Sequence[Series]) -> str:
+def as_csv(series: Sequence[Series]) -> str:
     out = []
-    for row in (r for group in by_setting(found) for r in rows(group)):
+    for row in (r for group in by_setting(series) for r in rows(group)):
         values = flat(row)
         more, by_layer = values.pop("more"), values.pop("by_layer")
         more |= {f"{n}_{i}": x for n, xs in by_layer.items() for i, x in enumerate(xs)}
@@ -235,10 +308,10 @@ def as_csv(found: Sequence[Series]) -> str:
     return tables.as_csv(out)
 
 
-def as_json(found: Sequence[Series]) -> str:
+def as_json(series: Sequence[Series]) -> str:
     """The rows, each with its scores and the numbers of their examples."""
     out: list[dict[str, Any]] = []
-    for group in by_setting(found):
+    for group in by_setting(series):
         for row, s in zip(rows(group), group, strict=True):
             own = {"scores": s.scores.tolist(), "numbers": s.numbers.tolist()}
             out.append(flat(row) | own | {"about": list(s.about)})
@@ -251,4 +324,4 @@ def flat(row: Row) -> dict[str, Any]:
     return values | {"method": str(row.method)}
 
 
-FORMATS = {"md": markdown, "csv": as_csv, "json": as_json}
+FORMATS = {"md": markdown, "summary": summary, "csv": as_csv, "json": as_json}

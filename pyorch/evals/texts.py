@@ -49,11 +49,15 @@ def _body(text: str) -> str:
     return text[start.end() if start else 0 : end.start() if end else len(text)].strip()
 
 
-def haystack(books: Sequence[Sequence[int]], n: int, rng: np.random.Generator) -> list[int]:
-    """`n` tokens of a book from a random place on; a shorter book is repeated."""
-    book = books[int(rng.integers(len(books)))]
+def haystack(
+    books: Sequence[Sequence[int]], n: int, rng: np.random.Generator
+) -> tuple[list[int], list[int]]:
+    """`n` tokens of a book from a random place on, and their stretch, as `Example.about` has it; a
+    shorter book is repeated."""
+    number = int(rng.integers(len(books)))
+    book = books[number]
     at = int(rng.integers(max(len(book) - n, 0) + 1))
-    return [book[(at + i) % len(book)] for i in range(n)]
+    return [book[(at + i) % len(book)] for i in range(n)], [number, at, at + n]
 
 
 # RULER draws keys from a package's list of 3,000 adjectives and 6,800 nouns

@@ -1,39 +1,39 @@
 """List and remove the GGUF models in the hub's cache and in ours.
 
-The cache is shared with other programs and laid out by huggingface-hub: `blobs/HASH`, and in
-`snapshots/COMMIT/` links to these by the files' names. huggingface-hub lists it. Removing
-is done here, because huggingface-hub removes whole revisions, not one model of several. If a link
-leads out of the repository's `blobs`, only the link is removed.
+The hub's cache is shared with other programs, so huggingface-hub reads it and deletes in it. What
+is deleted is chosen here, because huggingface-hub 1 knows whole revisions only. A link that leads
+out of a repository's `blobs` is removed, and what it leads to stays.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.errors import SparqError
-from pyorch.models import wheel
+from pyorch.models import cards, wheel
 from pyorch.progress import Say, silent
 
 if TYPE_CHECKING:
-    from huggingface_hub import CachedFileInfo, CachedRepoInfo, CachedRevisionInfo
+    from huggingface_hub import CachedRepoInfo, HFCacheInfo
 
-SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+UNFINISHED = "an unfinished download"
 
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model of one or several files, in all cached revisions."""
+    """A model of one or several files, in all cached revisions; or what a killed download left."""
 
     repo: str  # or the package that it came in
-    name: str  # the name of the first file, with its folders
+    name: str  # the name of the first file, with its folders; or UNFINISHED
     n_bytes: int
-    entries: tuple[Path, ...]  # in the snapshots
+    paths: tuple[Path, ...]
     complete: bool = True  # whether a revision has all of its files
 
     @property
@@ -41,141 +41,107 @@ class CachedModel:
         return f"{self.repo}/{self.name}"
 
 
-def repositories(say: Say = silent) -> list[CachedRepoInfo]:
-    """The contents of the cache by repository, as huggingface-hub reads it.
+def part_names(name: str) -> list[str]:
+    """The names of all files of the model that a GGUF file belongs to, the first part first."""
+    shard = _SHARD.fullmatch(name)
+    if not shard:
+        return [name]
+    return [f"{shard[1]}-{i:05d}-of-{shard[3]}.gguf" for i in range(1, int(shard[3]) + 1)] or [name]
 
-    Args:
-        say: called with a line for each model repository that huggingface-hub cannot read.
-    """
+
+def _scan() -> HFCacheInfo | None:
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        found = scan_cache_dir(constants.HF_HUB_CACHE)
+        return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
-        return []
-    for warning in found.warnings:
-        if "models--" in str(warning):
-            say(f"left out of what is in the cache: {warning}")
-    return sorted(found.repos, key=lambda repo: repo.repo_id)
-
-
-def by_name(revision: CachedRevisionInfo) -> dict[str, CachedFileInfo]:
-    """The files of a revision by their names in the repository, sorted."""
-    named = {f.file_path.relative_to(revision.snapshot_path).as_posix(): f for f in revision.files}
-    return dict(sorted(named.items()))
+        return None
 
 
 def models(say: Say = silent) -> list[CachedModel]:
     """All models in the cache, by repository and name; of a split one perhaps only some files.
-    `say`: as in `repositories`."""
-    found = []
-    for repo in repositories(say):
-        models: dict[str, list[CachedFileInfo]] = {}
-        complete = set()
-        for revision in repo.revisions if repo.repo_type == "model" else ():
-            of_model: dict[str, list[CachedFileInfo]] = {}
-            for name, file in by_name(revision).items():
-                if name.endswith(".gguf"):
-                    shard = SHARD.fullmatch(name)
-                    first = f"{shard[1]}-00001-of-{shard[3]}.gguf" if shard else name
-                    of_model.setdefault(first, []).append(file)
-            for name, files in of_model.items():
-                models.setdefault(name, []).extend(files)
-                shard = SHARD.fullmatch(name)
-                if len(files) == (int(shard[3]) if shard else 1):
-                    complete.add(name)
-        for name, files in sorted(models.items()):
-            n_bytes = sum({f.blob_path: f.size_on_disk for f in files}.values())
-            entries = tuple(f.file_path for f in files)
-            found.append(CachedModel(repo.repo_id, name, n_bytes, entries, name in complete))
-    for package, got in wheel.cached().items():
-        assert got.path is not None
-        found.append(CachedModel(package, got.name, got.path.stat().st_size, (got.path,)))
-    return found
-
-
-def unfinished() -> dict[str, list[Path]]:
-    """The remains of interrupted downloads, by repository."""
-    from huggingface_hub import constants
-
-    found: dict[str, list[Path]] = {}
-    for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete")):
-        repo = path.parent.parent.name.removeprefix("models--").replace("--", "/")
-        found.setdefault(repo, []).append(path)
-    return found
-
-
-def remove(folder: Path, entries: Iterable[Path], parts: Iterable[Path] = ()) -> int:
-    """Remove files of a repository, and the repository with the last of them.
 
     Args:
-        folder: the repository's folder in the cache.
-        entries: paths in its snapshots; content that no other entry refers to goes too.
-        parts: files of interrupted downloads.
+        say: called with a line for each model repository that huggingface-hub cannot read.
+    """
+    from huggingface_hub import constants
+
+    found = []
+    scan = _scan()
+    for warning in scan.warnings if scan else ():
+        if "models--" in str(warning):
+            say(f"left out of what is in the cache: {warning}")
+    for repo in sorted(scan.repos if scan else (), key=lambda repo: repo.repo_id):
+        found += _models_of(repo) if repo.repo_type == "model" else []
+    for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete")):
+        name = path.parent.parent.name.removeprefix("models--").replace("--", "/")
+        found.append(CachedModel(name, UNFINISHED, path.stat().st_size, (path,), complete=False))
+    for package in filter(None, (cards.load(name).package for name in cards.names())):
+        if (path := wheel.path_of(package)).is_file():
+            size = path.stat().st_size
+            found.append(CachedModel(package.requirement, package.file, size, (path,)))
+    return found
+
+
+def _models_of(repo: CachedRepoInfo) -> list[CachedModel]:
+    files: dict[str, dict[Path, tuple[Path, int]]] = {}  # first name -> path -> content, its bytes
+    complete = set()
+    for revision in repo.revisions:
+        n_parts: Counter[str] = Counter()
+        for f in revision.files:
+            name = f.file_path.relative_to(revision.snapshot_path).as_posix()
+            if name.endswith(".gguf"):
+                first, *others = part_names(name)
+                files.setdefault(first, {})[f.file_path] = f.blob_path, f.size_on_disk
+                n_parts[first] += 1
+                if n_parts[first] == 1 + len(others):
+                    complete.add(first)
+    return [
+        CachedModel(repo.repo_id, name, sum(dict(of.values()).values()), (*of,), name in complete)
+        for name, of in sorted(files.items())
+    ]
+
+
+def remove(paths: Collection[Path]) -> int:
+    """Remove files of models, and content that no other file refers to. A repository goes with the
+    last of its files.
 
     Returns:
         The number of bytes freed.
-
-    Raises:
-        SparqError: the folder is a link.
-        OSError: a file cannot be removed.
     """
-    for link in (folder, folder / "snapshots", folder / "blobs"):
-        if link.is_symlink():
-            raise SparqError(f"{link} is a link: what it leads to stays", "remove it there")
-    freed = 0
-    for entry in entries:
-        blob = _blob(folder, entry)
-        if blob is None and not entry.is_symlink():  # a file system without links
-            freed += entry.stat().st_size
-        entry.unlink()
-        if blob and not _entries_of(folder, blob):
-            freed += _remove_blob(folder, blob)
-    for part in parts:
-        freed += part.lstat().st_size
-        part.unlink()
-    left = [p for f in ("snapshots", "blobs") for p in (folder / f).rglob("*")]
-    if not any(p.is_file() or p.is_symlink() for p in left):
-        shutil.rmtree(folder)
+    scan = _scan()
+    repos, links, blobs, others = set(), set(), set(), set(paths)
+    for repo in scan.repos if scan else ():
+        files = {f for revision in repo.revisions for f in revision.files}
+        gone = {f for f in files if f.file_path in paths}
+        others -= {f.file_path for f in gone}
+        if gone and gone == files and not repo.repo_path.is_symlink():
+            repos.add(repo.repo_path)
+            continue
+        links |= {f.file_path for f in gone}
+        own = {f.blob_path for f in gone if f.blob_path.parent == repo.repo_path / "blobs"}
+        blobs |= own - {f.blob_path for f in files - gone}
+    freed = sum(path.lstat().st_size for path in others)
+    for path in others:  # unfinished, of a package, or of a repository that cannot be read
+        path.unlink()
+    if scan and (repos or links):
+        plan = replace(
+            scan.delete_revisions(),
+            repos=frozenset(repos),
+            snapshots=frozenset(links),
+            blobs=frozenset(blobs),
+        )
+        plan.execute()
+        left = _scan()
+        freed += scan.size_on_disk - (left.size_on_disk if left else 0)
     return freed
 
 
-def drop(folder: Path, entry: Path) -> None:
-    """Remove a damaged file with all that refers to its content."""
-    blob = _blob(folder, entry)
-    for same in _entries_of(folder, blob) if blob else [entry]:
-        same.unlink(missing_ok=True)
-    if blob:
-        _remove_blob(folder, blob)
-
-
-def _blob(folder: Path, entry: Path) -> Path | None:
-    """The target of an entry's link, if it is in the repository's own `blobs`."""
-    if not entry.is_symlink():
-        return None
-    target = Path(os.path.normpath(entry.parent / os.readlink(entry)))
-    in_blobs = target.parent.resolve() == (folder / "blobs").resolve()
-    return target if in_blobs and (target.is_file() or target.is_symlink()) else None
-
-
-def _entries_of(folder: Path, blob: Path) -> list[Path]:
-    return [p for p in (folder / "snapshots").rglob("*") if _blob(folder, p) == blob]
-
-
-def _remove_blob(folder: Path, blob: Path) -> int:
-    """Remove content that nothing refers to. Returns the bytes freed."""
-    store = folder.parent / "blobs"  # where huggingface-hub 2 keeps what repositories share
-    content = blob.resolve()
-    n_bytes = blob.lstat().st_size
-    linked = blob.is_symlink()
-    blob.unlink()
-    if not linked:
-        return n_bytes
-    others = [p for p in folder.parent.glob("*--*/blobs/*") if p.resolve() == content]
-    if others or content.parent.parent != store.resolve() or not content.is_file():
-        return 0
-    n_bytes = content.stat().st_size
-    content.unlink()
-    content.with_name(f"{content.name}.refs").unlink(missing_ok=True)
-    return n_bytes
+def drop(path: Path) -> None:
+    """Remove a damaged file, with all that refers to its content."""
+    scan = _scan()
+    repos = scan.repos if scan else ()
+    files = [f for repo in repos for revision in repo.revisions for f in revision.files]
+    content = {f.blob_path for f in files if f.file_path == path}
+    remove({f.file_path for f in files if f.blob_path in content} | {path})

@@ -7,8 +7,6 @@ to read it; without it every layer is an `f`:
     f  attention to every position          w  attention to the newest `n_swa` positions
     r  a recurrent state, no KV cache       -  no attention: a feed-forward block alone
 
-Where some layers are `-`, the others have no feed-forward block of their own.
-
 `like` names a card whose fields this one has too, but for those that it states itself and for the
 sources of files, which are each card's own.
 
@@ -73,17 +71,6 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention: the sizes of what stands in the cache, and of a head."""
-
-    q: int  # 0 = the queries are not compressed
-    kv: int  # the latent vector, which all heads share
-    rope: int  # the part of a key that has a position, which all heads share
-    nope: int  # the part of a head's key that comes from the latent vector
-    v: int  # a head's value
-
-
-@dataclass(frozen=True)
 class Card:
     """The card of one model. Sizes are in elements."""
 
@@ -103,10 +90,8 @@ class Card:
     n_ff: int  # the width of one expert
     n_vocab: int
     n_ctx: int  # from the published configuration
-    ffn: str  # gated: three matrices, plain: two
     positions: str  # rope, learned, alibi, none
     tied: bool  # the output head is the embedding
-    tokenizer: str  # as GGUF names it: llama (SentencePiece), gpt2 (BPE), gemma4
 
     note: str = ""
     gguf: str = ""  # owner/name of a repository with its GGUF files; "" = none is known for certain
@@ -121,32 +106,9 @@ class Card:
     n_head_kv_window: int = 0  # of layers with a window; 0 = as in the others
     head_dim_window: int = 0  # likewise
     n_own_cache: int = MAX_LAYERS  # the layers after these have no K and V but those of others
-    v_is_k: bool = False  # layers that see every position have no matrix for V
-    q_gate: bool = False  # the matrix for Q also makes a gate of the same size
-    latent: Latent | None = None
-    recurrent_in: int = 0  # the width of all that a recurrent layer makes of its input
-    recurrent_out: int = 0  # the width of what it makes its output of
+    n_latent: int = 0  # latent attention: elements of the vector that heads share, without its RoPE
     n_expert: int = 1
-    n_expert_used: int = 1  # per token
-    n_ff_shared: int = 0  # the width of what stands beside the experts and is always used
-    n_first: int = 0  # so many first layers have one plain feed-forward block ..
-    n_ff_first: int = 0  # .. of this width
-    n_embd_layer: int = 0  # the width of embeddings that each layer has for itself
-
-    def __post_init__(self) -> None:
-        kinds = self.kinds
-        if more := set(kinds) - set("fwr-"):
-            raise ValueError(f"layers has {''.join(sorted(more))!r}; its letters are f, w, r and -")
-        if len(kinds) != self.n_layer:
-            raise ValueError(f"layers has {len(kinds)} letters for {self.n_layer} layers")
-        if not set(kinds) & set("fw"):
-            raise ValueError("no layer in layers has attention")
-        needs = {"n_swa": "w", "recurrent_in": "r", "recurrent_out": "r"}
-        for name, kind in needs.items():
-            if (getattr(self, name) > 0) != (kind in kinds):
-                raise ValueError(f"{name} and layers {kind!r} need each other")
-        if "w" not in kinds and (self.n_head_kv_window or self.head_dim_window):
-            raise ValueError("n_head_kv_window and head_dim_window need layers 'w'")
+    n_read: int = 0  # parameters that a token reads; 0 = all but an embedding that is no head
 
     @property
     def kinds(self) -> str:
@@ -164,67 +126,6 @@ class Card:
         p = self.package
         return (*self.files, *([File(p.file, p.n_bytes, p.sha256)] if p else []))
 
-    def heads_kv(self, il: int) -> tuple[int, int]:
-        """The heads for K and V in the cache of layer `il`, and their size; (0, 0) = no cache."""
-        if self.kinds[il] in "r-":
-            return 0, 0
-        if self.kinds[il] == "w":
-            n_head_kv = self.n_head_kv_window or self.n_head_kv
-            return n_head_kv, self.head_dim_window or self.head_dim
-        return self.n_head_kv, self.head_dim
-
-    def has_ff(self, il: int) -> bool:
-        """Whether layer `il` has a feed-forward block."""
-        return self.kinds[il] == "-" or "-" not in self.kinds
-
-    def ff_params(self, n_ff: int) -> int:
-        """The parameters of a feed-forward block, or of one expert, of that width."""
-        return (3 if self.ffn == "gated" else 2) * self.n_embd * n_ff
-
-    def params_of(self, il: int) -> int:
-        """The parameters of a layer's matrices; norms and biases, under 1 %, are left out."""
-        kind, mixer, ff = self.kinds[il], 0, 0
-        if kind == "r":
-            mixer = self.n_embd * (self.recurrent_in + self.recurrent_out)
-        elif kind != "-":
-            mixer = self._latent_params(self.latent) if self.latent else self._attention_params(il)
-        if self.has_ff(il) and il < self.n_first:
-            ff = self.ff_params(self.n_ff_first)
-        elif self.has_ff(il):
-            router = self.n_embd * self.n_expert if self.n_expert > 1 else 0
-            ff = router + self.ff_params(self.n_ff) * self.n_expert
-            ff += self.ff_params(self.n_ff_shared)
-        return mixer + ff + 2 * self.n_embd * self.n_embd_layer
-
-    def _attention_params(self, il: int) -> int:
-        n_kv, d = self.heads_kv(il)
-        n_kv *= 1 if self.v_is_k and self.kinds[il] == "f" else 2
-        n_kv *= il < self.n_own_cache
-        return self.n_embd * (self.n_head * (3 if self.q_gate else 2) + n_kv) * d
-
-    def _latent_params(self, x: Latent) -> int:
-        key = self.n_head * (x.nope + x.rope)
-        q = x.q * (self.n_embd + key) if x.q else self.n_embd * key
-        kv = self.n_embd * (x.kv + x.rope) + x.kv * self.n_head * (x.nope + x.v)
-        return q + kv + self.n_head * x.v * self.n_embd
-
-    @property
-    def params(self) -> int:
-        """The number of parameters that follows from the geometry."""
-        rows = self.n_vocab * (1 if self.tied else 2)
-        rows += self.n_ctx if self.positions == "learned" else 0
-        own = self.n_embd_layer * self.n_layer * (self.n_vocab + self.n_embd)
-        return rows * self.n_embd + own + sum(map(self.params_of, range(self.n_layer)))
-
-    @property
-    def idle_params(self) -> int:
-        """The parameters that a token does not read: of experts that it does not use, and of
-        embeddings, of which it reads a row."""
-        n_layer = sum(map(self.has_ff, range(self.n_first, self.n_layer)))
-        idle = (self.n_expert - self.n_expert_used) * self.ff_params(self.n_ff) * n_layer
-        width = (0 if self.tied else self.n_embd) + self.n_embd_layer * self.n_layer
-        return idle + self.n_vocab * width
-
     @property
     def file_bytes(self) -> int:
         """The approximate size of a Q4_K_M file."""
@@ -233,42 +134,38 @@ class Card:
     @property
     def geometry(self) -> Geometry:
         """The geometry that a Q4_K_M file would have; the bytes of its weights are approximate."""
-        caches = [self.heads_kv(il) for il in range(self.n_layer)]
+        n_kv = {"f": self.n_head_kv, "w": self.n_head_kv_window or self.n_head_kv}
+        n_head_kv = tuple(n_kv.get(kind, 0) for kind in self.kinds)
         size = self.head_dim_window or self.head_dim
+        n_read = self.n_read or self.n_params - (0 if self.tied else self.n_vocab * self.n_embd)
         return Geometry(
             arch=self.architecture,
             name=self.title,
             n_layer=self.n_layer,
             n_embd=self.n_embd,
-            n_head=tuple(self.n_head if n else 0 for n, _ in caches),
-            n_head_kv=tuple(n for n, _ in caches),
+            n_head=tuple(self.n_head if n else 0 for n in n_head_kv),
+            n_head_kv=n_head_kv,
             head_dim_k=self.head_dim,
-            head_dim_v=self.latent.kv if self.latent else self.head_dim,
+            head_dim_v=self.n_latent or self.head_dim,
             n_ctx_train=self.n_ctx,
-            is_mla=self.latent is not None,
+            is_mla=self.n_latent > 0,
             n_params=self.n_params,
             weight_bytes=self.file_bytes,
-            weight_bytes_per_token=int((self.params - self.idle_params) * Q4_K_M_BITS / 8),
+            weight_bytes_per_token=int(n_read * Q4_K_M_BITS / 8),
             windows=Windows(tuple(self.n_swa * (k == "w") for k in self.kinds)),
             head_dims_window=(size, size),
-            n_output=self.n_vocab * self.n_embd,
             n_own_cache=self.n_own_cache,
             n_recurrent=self.kinds.count("r"),
         )
 
     @property
-    def kv_elements(self) -> int:
-        """The elements of K and V for one position in a layer that sees every position; of latent
-        attention, the one vector that llama.cpp keeps."""
-        return self.head_dim if self.latent else 2 * self.n_head_kv * self.head_dim
-
-    @property
     def kv_bytes(self) -> int:
         """The bytes of K and V for one position in all layers, as f16."""
-        if self.latent:
-            return 2 * self.n_layer * self.kv_elements
-        own = map(self.heads_kv, range(min(self.n_layer, self.n_own_cache)))
-        return 2 * sum(2 * n * d for n, d in own)
+        geo = self.geometry
+        if geo.is_mla:  # the one vector that llama.cpp keeps
+            return 2 * self.n_layer * self.head_dim
+        own = [il for il in geo.kv_layers if il < self.n_own_cache]
+        return 2 * sum(geo.n_head_kv[il] * sum(geo.head_dims(il)) for il in own)
 
 
 def names() -> tuple[str, ...]:
@@ -289,14 +186,12 @@ def load(name: str) -> Card:
         card = _table(path)
         gguf = card.pop("gguf", {"repository": "", "quant": ""})
         package, files = card.pop("package", None), card.pop("files", ())
-        latent = card["geometry"].pop("latent", None)
         return Card(
             name=name,
             gguf=gguf.pop("repository"),
             quant=gguf.pop("quant"),
             package=Package(**package) if package else None,
             files=tuple(File(**f) for f in files),
-            latent=Latent(**latent) if latent else None,
             **gguf,
             **card.pop("geometry"),
             **card.pop("sparse"),

@@ -13,7 +13,6 @@ Below the cache root:
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -30,17 +29,23 @@ from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.models.new_file import check_space
 from pyorch.native import source
-from pyorch.progress import Say
+from pyorch.progress import Say, say
 
 SCRIPT = "convert_hf_to_gguf.py"
 _PARTS = (SCRIPT, "conversion", "gguf-py", "requirements")
 # llama.cpp pins one version of torch, and not every index has a build of it without CUDA
 _TORCH = "torch>=2.11,<2.14"
 _IMPORTS = "torch, transformers, sentencepiece, numpy, yaml"
+# measured with torch 2.13 on Linux, x86
+_SIZE = (
+    "torch and transformers, for the converter: 300 MB to download, 1.2 GB on disk; with CUDA,"
+    " where no smaller build is found, 3 GB and 7 GB"
+)
+_N_BYTES = 1_200_000_000
 _OWN = "SPARQ_CONVERT_PYTHON=/path/to/python uses one that has torch and transformers"
 
 
-def scripts(note: Say) -> Path:
+def scripts() -> Path:
     """The folder of the converter. The source is downloaded and unpacked if necessary.
 
     Raises:
@@ -49,21 +54,15 @@ def scripts(note: Say) -> Path:
     pin = source.read_pin()
     where = source.locate(pin)
     folder = paths.cache() / "convert" / f"scripts-{where.key[:12]}"
-    if (folder / SCRIPT).is_file():
-        return folder
-    with _lock(note):
-        if not (folder / SCRIPT).is_file():
-            source.fetch(pin, where, note)
-            partial = folder.with_name(folder.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            source.unpack(where, pin.folder, partial, only=_PARTS)
-            if not (partial / SCRIPT).is_file():
-                raise SparqError(f"{where.path} holds no {SCRIPT}", "unset SPARQ_LLAMA_SOURCE")
-            partial.rename(folder)
+    if not (folder / SCRIPT).is_file():
+        source.fetch(pin, where)
+        with _lock():
+            if not (folder / SCRIPT).is_file():  # another process may have made it meanwhile
+                source.unpack(where, pin.folder, folder, only=_PARTS)
     return folder
 
 
-def python(note: Say, agree: Say) -> list[str]:
+def python(agree: Say) -> list[str]:
     """The command line of a Python that can run the converter. It is installed if necessary.
 
     Args:
@@ -75,29 +74,32 @@ def python(note: Say, agree: Say) -> list[str]:
     """
     own = os.environ.get("SPARQ_CONVERT_PYTHON")
     if own:
-        return [_checked(str(paths.expanded(own)))]
-    needs, options = _needs(scripts(note) / "requirements")
+        program = str(paths.expanded(own))
+        try:
+            done = children.run([program, "-c", f"import {_IMPORTS}"])
+        except OSError as e:
+            raise SparqError(f"SPARQ_CONVERT_PYTHON={own}: {e.strerror or e}") from None
+        if done.returncode:
+            raise SparqError(
+                f"SPARQ_CONVERT_PYTHON={own} cannot run the converter: {children.reason(done)}",
+                f"it has to import {_IMPORTS}; or unset it: then an environment is made",
+            )
+        return [program]
+    needs, options = _needs(scripts() / "requirements")
     tag = f"{sys.implementation.cache_tag} {platform.machine()}"
     digest = hashlib.sha256("\n".join([*needs, *options, tag]).encode()).hexdigest()[:12]
     folder = paths.cache() / "convert" / f"env-{digest}"
     if not (folder / "ready").is_file():
-        with _lock(note) as lock:
+        with _lock() as lock:
             if not (folder / "ready").is_file():  # another process may have made it meanwhile
-                _make(folder, needs, options, lock, note, agree)
+                agree(_SIZE)
+                check_space(folder, _N_BYTES, "the converter's environment", _OWN)
+                try:
+                    _make(folder, needs, options, lock)
+                except BaseException:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
     return [str(folder / "bin" / "python"), "-E", "-s"]
-
-
-def _checked(program: str) -> str:
-    try:
-        done = children.run([program, "-c", f"import {_IMPORTS}"])
-    except OSError as e:
-        raise SparqError(f"SPARQ_CONVERT_PYTHON={program}: {e.strerror or e}") from None
-    if done.returncode:
-        raise SparqError(
-            f"SPARQ_CONVERT_PYTHON={program} cannot run the converter: {children.reason(done)}",
-            f"it has to import {_IMPORTS}; or unset it: then an environment is made",
-        )
-    return program
 
 
 def _needs(folder: Path) -> tuple[list[str], list[str]]:
@@ -110,84 +112,44 @@ def _needs(folder: Path) -> tuple[list[str], list[str]]:
     return [_TORCH, *packages], [word for s in indexes for word in s.split()]
 
 
-def _make(
-    folder: Path,
-    needs: list[str],
-    options: list[str],
-    lock: int,
-    note: Say,
-    agree: Say,
-) -> None:
+def _make(folder: Path, needs: list[str], options: list[str], lock: int) -> None:
+    """Install the environment. The last of its files is `ready`."""
+    program = str(folder / "bin" / "python")
+    # -I keeps out the caller's Python
+    pip = [program, "-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    # wheels alone: installing one runs none of its code, and its hash is the index's word
+    pip += ["--only-binary", ":all:"]
     shutil.rmtree(folder, ignore_errors=True)  # the remains of an interrupted installation
-    try:
-        _run([sys.executable, "-I", "-m", "venv", str(folder)], lock, show=False)
-        # -I keeps out the caller's Python. The index of llama.cpp has torch without CUDA; all else
-        # comes from the user's own index.
-        pip = [str(folder / "bin" / "python"), "-I", "-m", "pip", "install"]
-        # wheels alone: installing one runs none of its code, and its hash is the index's word
-        pip += ["--disable-pip-version-check", "--no-input", "--only-binary", ":all:"]
-        torch = ["--no-deps", "--retries", "2", *options, needs[0]]
-        what, n_bytes = _size_of(_run([*pip, "--dry-run", *torch], lock, show=False))
-        check_space(folder, n_bytes, "the converter's environment")
-        agree(f"the converter of llama.cpp needs an environment of its own, once: {what}")
-        note(f"making {folder}")
-        _run([*pip, *torch], lock, show=True)
-        _run([*pip, *needs], lock, show=True)
-        _run([str(folder / "bin" / "python"), "-I", "-c", f"import {_IMPORTS}"], lock, show=False)
-        (folder / "ready").touch()
-    except BaseException as e:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(e, OSError):
-            reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
-            raise SparqError(f"{folder}: {reason}", "set SPARQ_CACHE to another disk") from None
-        raise
+    for argv in (
+        [sys.executable, "-I", "-m", "venv", str(folder)],
+        # the index of llama.cpp has torch without CUDA; all else comes from the user's own index
+        [*pip, "--no-deps", "--retries", "2", *options, needs[0]],
+        [*pip, *needs],
+        [program, "-I", "-c", f"import {_IMPORTS}"],
+    ):
+        _run(argv, lock)
+    (folder / "ready").touch()
 
 
-def _size_of(said: str) -> tuple[str, int]:
-    """A description of what pip would download, and the bytes that it takes when installed.
-
-    The disk use of the build without CUDA was measured (torch 2.13, Linux, x86); the other sizes
-    are estimates.
-    """
-    found = re.findall(r"torch-([\w.]+(?:\+\w+)?)", said)
-    version = found[-1] if found else ""
-    if sys.platform == "darwin" or "+cpu" in version:
-        return f"torch {version}, transformers: about 300 MB to download, 1.2 GB on disk", 1 << 30
-    return (
-        f"torch {version} WITH CUDA (no smaller build found), transformers: about 3 GB to "
-        f"download, 7 GB on disk. {_OWN}",
-        7 << 30,
-    )
-
-
-def _run(argv: list[str], lock: int, show: bool) -> str:
-    """Run one command; its progress is shown on a terminal. Returns its stdout if not shown.
+def _run(argv: list[str], lock: int) -> None:
+    """Run one command; its progress is shown on a terminal.
 
     The command holds the lock too: if this process is killed, others wait until it has ended.
     """
-    visible = show and sys.stderr.isatty()
-    out = sys.stderr if visible else subprocess.PIPE
+    out = sys.stderr if sys.stderr.isatty() else subprocess.PIPE
     done = children.run(argv, stdout=out, **system.given(lock))
-    said = done.stdout or ""
-    if done.returncode == 0:
-        return said
-    if "No space left" in done.stderr + said:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    raise SparqError(
-        f"cannot make the converter's environment: {children.reason(done)}",
-        f"connect to a package index; {_OWN}",
-    )
+    if done.returncode:
+        raise SparqError(
+            f"cannot make the converter's environment: {children.reason(done)}",
+            f"connect to a package index, or free disk space; {_OWN}",
+        )
 
 
 @contextmanager
-def _lock(note: Say) -> Iterator[int]:
-    root = paths.cache() / "convert"
+def _lock() -> Iterator[int]:
     text = "waiting for another process that makes the converter's environment"
-    try:
-        with paths.locked(root, lambda _: note(text)) as lock:
-            yield lock
-    except OSError as e:
-        raise SparqError(f"{root}: {e.strerror}", "set SPARQ_CACHE to another folder") from None
+    with paths.locked(paths.cache() / "convert", lambda _: say(text)) as lock:
+        yield lock
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -201,9 +163,9 @@ def environment(cache: Path) -> dict[str, str]:
     return env | {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def architectures(note: Say) -> set[str]:
+def architectures() -> set[str]:
     """The architectures in `config.json` that the converter knows, read from its source."""
-    text = (scripts(note) / "conversion" / "__init__.py").read_text("utf-8")
+    text = (scripts() / "conversion" / "__init__.py").read_text("utf-8")
     table = re.search(r"^TEXT_MODEL_MAP[^{]*(\{.*?^\})", text, re.MULTILINE | re.DOTALL)
     names = re.findall(r'^ *("\w+"): "\w+",?$', table[1], re.MULTILINE) if table else []
     return {json.loads(name) for name in names}

@@ -36,7 +36,6 @@ class Geometry:
     weight_bytes_per_token: int  # the tensors that one decoded token reads
     windows: Windows = Windows()
     head_dims_window: tuple[int, int] | None = None  # of layers with a window, if they differ
-    n_output: int = 0  # weights of the output matrix, which a prompt needs for its last token only
     n_own_cache: int = MAX_LAYERS  # layers with a KV cache of their own; the others share these
     n_recurrent: int = 0  # layers with a recurrent state instead of a KV cache
 
@@ -111,7 +110,6 @@ def geometry(file: GGUFFile) -> Geometry:
             number("attention.key_length_swa", head_dim_k),
             number("attention.value_length_swa", head_dim_v),
         ),
-        n_output=_n_output(file),
         n_own_cache=layers.n_own_cache(arch, n_layer, keys),
         n_recurrent=_n_recurrent(file, n_head_kv, no_cache[:n_trunk]),
     )
@@ -193,12 +191,6 @@ def _n_recurrent(file: GGUFFile, n_head_kv: tuple[int, ...], listed: list[bool])
     found = {int(il) for il, what in blocks if il.isdecimal() and what.startswith(_RECURRENCES)}
     found |= {il for il, is_recurrent in enumerate(listed) if is_recurrent}
     return sum(il in found for il, n in enumerate(n_head_kv) if n == 0)
-
-
-def _n_output(file: GGUFFile) -> int:
-    """The weights of the output matrix, which may be the embeddings."""
-    sizes = {t.name: math.prod(t.shape) for t in file.tensors}
-    return sizes.get("output.weight", sizes.get("token_embd.weight", 0))
 
 
 def _weight_bytes_per_token(file: GGUFFile) -> int:

@@ -116,5 +116,7 @@ def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: fl
     raise SparqError(
         f"{file.path}: needs {what} beside {human_bytes(weights)} of weights, but only "
         f"{human_bytes(free)} of memory is available",
-        "lower --ctx: the cache grows with it" if kv_bytes > free else _SMALLER,
+        "lower --ctx, or --parallel of serve: the cache grows with it"
+        if kv_bytes > free
+        else _SMALLER,
     )

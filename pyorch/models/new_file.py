@@ -66,7 +66,7 @@ def new_file(
     Any exception, Ctrl-C included, deletes it; a killed process leaves `NAME.partial`, which the
     next run replaces. If it is `resumable`, whatever ends the block early leaves it as it is, and
     so does the next run, which continues it. A `private` file, which holds what somebody wrote or
-    read, is for this user alone, from its first byte on and whatever stood there before.
+    read, is for this user alone, whatever stood there before.
 
     Raises:
         SparqError: as `check_target`; another process is writing the file; or the system refuses.
@@ -83,8 +83,6 @@ def new_file(
             if not partial.exists() or not os.path.samestat(os.fstat(lock), partial.stat()):
                 raise SparqError(f"{path}: another process has just written it", "try again")
             try:
-                if private:
-                    system.make_private(lock)  # it may be an earlier version's
                 if not resumable:
                     os.truncate(lock, 0)
                 yield partial, lock

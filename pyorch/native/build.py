@@ -17,7 +17,6 @@ goes on from where it was.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -35,7 +34,7 @@ from pyorch.errors import SparqError
 from pyorch.native import cmake, cuda, patches, probe, smoke, source
 from pyorch.native.cmake import TOOLS as TOOLS
 from pyorch.native.cmake import Options as Options
-from pyorch.progress import Say, progress_bar, say
+from pyorch.progress import progress_bar, say
 
 # Parts of the source that none of our targets needs; they are 110 of its 170 MB.
 _SKIP = ("models", "docs", "media", "benches", "gguf-py")
@@ -47,8 +46,8 @@ _OURS = re.compile(r"(sparq|stock)-.+|[0-9a-f]{12}(\.partial)?")
 
 
 def usual(stock: bool = False) -> Options:
-    """The default options: with CUDA if there is a device and a compiler for it."""
-    return Options(stock, cuda=cuda.archs("native") if cuda.present() else "")
+    """The default options: with CUDA if there is a device, and SPARQ_CUDA is not 0."""
+    return Options(stock, cuda=cuda.archs("native") if cuda.wanted() else "")
 
 
 def working(options: Options) -> Options:
@@ -78,22 +77,22 @@ def inputs(options: Options) -> dict[str, Any]:
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
         "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
-    } | ({"cuda": f"{cuda.nvcc()}; {options.cuda}"} if options.cuda else {})
+    } | ({"cuda": options.cuda, "nvcc": cuda.nvcc()} if options.cuda else {})
 
 
 def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
     """The finished build for the present inputs, if there is one.
 
-    Where the machine has no compiler, a build by any compiler will do.
+    Where the machine has no compiler or no nvcc, a build by any will do.
     """
     want = inputs(options)
-    compiler = probe.find_compiler()
-    if compiler is not None:
+    if compiler := probe.find_compiler():
         want["compiler"] = compiler.version
+    if not want.get("nvcc"):
+        want.pop("nvcc", None)
     for folder, stamp in finished():
-        if all(stamp["inputs"].get(key) == value for key, value in want.items()) and all(
-            (folder / tool).is_file() for tool in tools
-        ):
+        made_of = all(stamp["inputs"].get(key) == value for key, value in want.items())
+        if made_of and _has(folder, tools):
             return folder
     return None
 
@@ -146,11 +145,7 @@ def has_bindings() -> bool:
 
 
 def build(
-    options: Options,
-    tools: tuple[str, ...] = (),
-    jobs: int | None = None,
-    force: bool = False,
-    note: Say | None = None,
+    options: Options, tools: tuple[str, ...] = (), jobs: int | None = None, force: bool = False
 ) -> Path:
     """Make sure that the library is built. Returns the folder that holds it.
 
@@ -161,73 +156,67 @@ def build(
 
     Raises:
         SparqError: it could not be built; the message names the log.
+        OSError: the cache cannot be written.
     """
-    note = note or say
-    probe.check_system()
-    try:
-        return _build(options, tools, jobs or default_jobs(), force, note)
-    except OSError as error:
-        root = paths.cache()
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SparqError(f"no space left for the build in {root}", cmake.SPACE) from None
-        raise SparqError(f"cannot build in the cache {root}: {error}", _WRITE) from None
-
-
-_WRITE = "set SPARQ_CACHE to a folder that you may write to"
-
-
-def _build(options: Options, tools: tuple[str, ...], jobs: int, force: bool, note: Say) -> Path:
     chain = cmake.toolchain(options)
+    jobs = jobs or default_jobs()
     want = inputs(options) | {"compiler": chain.compiler.version, "openmp": chain.found.openmp}
     want["flags"] = list(chain.found.flags)
 
     def done() -> bool:
-        return not force and _complete(_target(options, want), tools) and has_bindings()
-
-    def waiting(who: str) -> None:
-        note(f"waiting for another build in {paths.cache()} (process {who})")
+        target = _target(options, want)
+        has_library = read_stamp(target) is not None and _has(target, tools)
+        return not force and has_library and has_bindings()
 
     if done():
         return _target(options, want)
-    with paths.locked(paths.cache(), waiting) as lock:
+    with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")) as lock:
         if done():  # another process built it while this one waited
             return _target(options, want)
-        _sweep()
+        for left in (paths.cache() / "lib").glob("*.partial"):  # by a killed process
+            shutil.rmtree(left, ignore_errors=True)
         tree = _tree(want)
         if force:
             shutil.rmtree(tree, ignore_errors=True)
-        prepare(tree, options, note)
-        want |= _copied(tree, options, want)
+        prepare(tree, options)
+        # what was compiled counts, if somebody edits meanwhile
+        want["ops"] = source.digest_of(_ops_files(tree / "ops", options))
+        if not options.stock and patches.digest() != want["patches"]:
+            shutil.rmtree(tree / "src")
+            raise SparqError("patches/ changed while it was applied", "build again")
         target = _target(options, want)
-        chain = _without(chain, _read_off(tree))
-        for thing, why in chain.found.off.items():
-            note(f"{thing} is off: {why}")
+        for thing, why in (chain.found.off | _read_off(tree)).items():
+            say(f"{thing} is off: {why}")
         tools = tuple(sorted({t for t in TOOLS if t in tools or (target / t).is_file()}))
-        more = "s" if jobs > 1 else ""
-        note(f"building {options.name}: {jobs} job{more}, log in {tree / 'build.log'}")
+        say(f"building {options.name}: {jobs} jobs, log in {tree / 'build.log'}")
         started = time.monotonic()
 
         def compiled(chain: cmake.Toolchain) -> None:
             with progress_bar("compiling", off_terminal=say) as progress:
                 cmake.compile_tree(tree, options, ("llama", *tools), jobs, chain, progress, lock)
 
-        chain = _that_works(tree, chain, compiled, note)
-        _publish(tree / "out" / "bin", target, tools, _stamp(want, chain.found))
+        chain = _that_works(tree, chain, compiled)
+        where = source.locate(pin := source.read_pin())
+        stamp = {
+            "stamp": _hash(want),
+            "time": time.time(),
+            "inputs": want,
+            "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
+            "off": chain.found.off,
+            "isa": list(chain.found.isa),
+        }
+        _publish(tree / "out" / "bin", target, tools, stamp)
         _prune()
-    note(f"built {target} in {time.monotonic() - started:.0f} s")
+    say(f"built {target} in {time.monotonic() - started:.0f} s")
     return target
 
 
 def _that_works(
-    tree: Path,
-    chain: cmake.Toolchain,
-    compiled: Callable[[cmake.Toolchain], None],
-    note: Say,
+    tree: Path, chain: cmake.Toolchain, compiled: Callable[[cmake.Toolchain], None]
 ) -> cmake.Toolchain:
-    """Compile, and run what was made. A feature with which that fails is switched off.
-
-    Suspects are tried one by one, and one that was not the cause is switched on again. What is off
-    stays off in this work tree, so that the next edit is not compiled twice.
+    """Compile, and run what was made. While that fails, the features that may be at fault are
+    switched off, the likeliest first. What is off stays off in this work tree, so that the next
+    edit is not compiled twice.
 
     Args:
         compiled: compiles the tree with the given tools.
@@ -238,29 +227,23 @@ def _that_works(
     Raises:
         SparqError: it does not work, whatever is switched off.
     """
-    off, before, tried = _read_off(tree), None, [""]
+    off = _read_off(tree)
     while True:
         compiled(now := _without(chain, off))
         fault = smoke.fault(tree / "out" / "bin")
         if fault is None:
             return now
-        if before is None or fault.case != before.case:  # the last one that was tried is a cause
-            before, tried = fault, [""]
-        off.pop(tried[-1], None)
-        isa = _without(chain, off).found.isa
-        suspect = next((s for s in smoke.suspects(fault, isa) if s not in {*tried, *off}), "")
-        if suspect:
-            tried.append(suspect)
-            off[suspect] = f"what was built with it does not work: {before}"
-            note(f"{before}; building again without {suspect}")
-        # cmake takes the flags of its first run
-        shutil.rmtree(tree / "out")
-        (tree / _OFF).write_text(json.dumps(off if suspect else {}), "utf-8")
-        if not suspect:
+        shutil.rmtree(tree / "out")  # cmake takes the flags of its first run
+        suspects = [s for s in smoke.suspects(fault, now.found.isa) if s not in off]
+        if not suspects:
+            (tree / _OFF).unlink(missing_ok=True)
             raise SparqError(
-                f"what was built does not work on this machine: {before}",
+                f"what was built does not work on this machine: {fault}",
                 "try another compiler (CC, CXX) or sparq-cpp build --portable, and report it",
             )
+        off[suspects[0]] = f"what was built with it does not work: {fault}"
+        (tree / _OFF).write_text(json.dumps(off), "utf-8")
+        say(f"{fault}; building again without {suspects[0]}")
 
 
 def _without(chain: cmake.Toolchain, off: dict[str, str]) -> cmake.Toolchain:
@@ -282,8 +265,8 @@ def _read_off(tree: Path) -> dict[str, str]:
 def made(*kinds: str) -> list[Path]:
     """What builds have left below the cache: libraries (lib), work trees (build) and bindings
     (python)."""
-    found = (path for kind in kinds for path in (paths.cache() / kind).glob("*"))
-    return [path for path in found if _OURS.fullmatch(path.name)]
+    names = (path for kind in kinds for path in (paths.cache() / kind).glob("*"))
+    return [path for path in names if _OURS.fullmatch(path.name)]
 
 
 def used() -> set[Path]:
@@ -292,8 +275,8 @@ def used() -> set[Path]:
     found: set[Path] = set()
     for folder, stamp in finished():
         has = stamp["inputs"]
-        name, cuda_archs = has["options"], has.get("cuda", "").rpartition("; ")[2]
-        options = Options("stock" in name, "portable" in name, cuda_archs)
+        name = has["options"]
+        options = Options("stock" in name, "portable" in name, has.get("cuda", ""))
         # what came with a wheel has a name of its own, and no more inputs than these
         want = inputs(options) if name == options.name else sources(options)
         if all(has.get(key) == value for key, value in want.items()):
@@ -310,62 +293,34 @@ def _target(options: Options, want: dict[str, Any]) -> Path:
     return paths.cache() / "lib" / f"{options.name}-{_hash(want)}"
 
 
-def _stamp(want: dict[str, Any], found: probe.Probe) -> dict[str, Any]:
-    """The stamp of a finished build."""
-    pin = source.read_pin()
-    where = source.locate(pin)
-    return {
-        "stamp": _hash(want),
-        "time": time.time(),
-        "inputs": want,
-        "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
-        "off": found.off,
-        "isa": list(found.isa),
-    }
-
-
-def _complete(target: Path, tools: tuple[str, ...]) -> bool:
-    return read_stamp(target) is not None and all((target / tool).is_file() for tool in tools)
+def _has(folder: Path, tools: tuple[str, ...]) -> bool:
+    return all((folder / tool).is_file() for tool in tools)
 
 
 def default_jobs() -> int:
     return max(1, min(probe.cores(), probe.memory() >> 30))  # a compiler takes up to 1 GiB
 
 
-def prepare(tree: Path, options: Options, note: Say) -> None:
+def prepare(tree: Path, options: Options) -> None:
     """Fetch, unpack and patch the source; copy ggml_ops. No part ever appears incomplete."""
     pin = source.read_pin()
     where = source.locate(pin)
     tree.mkdir(parents=True, exist_ok=True)
     os.utime(tree)  # `_prune` goes by the time of use
-    todo = [(bindings() / "llama_cpp", "llama_cpp"), (tree / "src", pin.folder)]
-    missing = [(into, folder) for into, folder in todo if not into.is_dir()]
-    if missing:
-        source.fetch(pin, where, note)
-    for into, folder in missing:
-        partial = into.with_name(into.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        source.unpack(where, folder, partial, _SKIP)
-        if folder == pin.folder and not options.stock:
-            patches.apply_series(partial)
-        partial.rename(into)
+    if not (has_bindings() and (tree / "src").is_dir()):
+        source.fetch(pin, where)
+    if not has_bindings():
+        source.unpack(where, "llama_cpp", bindings() / "llama_cpp")
+    if not (tree / "src").is_dir():
+        source.unpack(where, pin.folder, untouched := tree / "untouched", _SKIP)
+        if not options.stock:
+            patches.apply_series(untouched)
+        untouched.rename(tree / "src")
     if (cache := tree / "out" / "CMakeCache.txt").is_file() and (
         f"CMAKE_HOME_DIRECTORY:INTERNAL={tree / 'src'}\n" not in cache.read_text("utf-8")
     ):
         shutil.rmtree(tree / "out")  # the folder was moved, which cmake cannot follow
     _sync_ops(tree / "ops", options)
-
-
-def _copied(tree: Path, options: Options, want: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that may have been edited while they were copied, as the work tree has them.
-
-    Raises:
-        SparqError: the series changed; the source is then unpacked anew the next time.
-    """
-    if not options.stock and patches.digest() != want["patches"]:
-        shutil.rmtree(tree / "src")
-        raise SparqError("patches/ changed while it was applied", "build again")
-    return {"ops": source.digest_of(_ops_files(tree / "ops", options))}
 
 
 def _ops_files(root: Path, options: Options) -> dict[str, Path]:
@@ -377,6 +332,14 @@ def _ops_files(root: Path, options: Options) -> dict[str, Path]:
         if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
         if options.cuda or file.relative_to(root).parts[0] != "cuda"
     }
+
+
+def once(done: Callable[[], bool], make: Callable[[], None]) -> None:
+    """Make something in the cache unless it is done, also by another process meanwhile."""
+    if not done():
+        with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):
+            if not done():
+                make()
 
 
 def _sync_ops(into: Path, options: Options) -> None:
@@ -406,8 +369,14 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
     partial.mkdir(parents=True)
     for name in sorted(names | set(tools)):
         shutil.copy2(bin_dir / name, partial / name, follow_symlinks=False)
+    publish(partial, target, stamp)
+
+
+def publish(partial: Path, target: Path, stamp: dict[str, Any]) -> None:
+    """Give a folder its stamp and its name. What is there makes room; programs keep the files that
+    they have opened."""
     (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
-    if target.exists():  # more tools, or --force; programs keep the files they opened
+    if target.exists():
         old = target.with_name(target.name + ".old.partial")
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
@@ -415,13 +384,6 @@ def _publish(bin_dir: Path, target: Path, tools: tuple[str, ...], stamp: dict[st
         shutil.rmtree(old)
     else:
         partial.rename(target)
-
-
-def _sweep() -> None:
-    """Delete what killed processes left half written. Only who holds the lock writes these."""
-    for left in ("sdist/.partial-*", "lib/*.partial"):
-        for folder in paths.cache().glob(left):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prune() -> None:

@@ -64,23 +64,11 @@ def find_cpu() -> Path | None:
         return None
     stamp: Any = build.read_stamp(FOLDER)
     target = paths.cache() / "lib" / f"{NAME}-{stamp['stamp']}-{probe.cpu()[1]}"
-
-    def done() -> bool:
-        return build.read_stamp(target) is not None and build.has_bindings()
-
-    if not done():
-        with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):
-            if not done():
-                _unpack(stamp, target)
+    build.once(
+        lambda: build.read_stamp(target) is not None and build.has_bindings(),
+        lambda: _unpack(stamp, target),
+    )
     return target
-
-
-def about(stamp: dict[str, Any]) -> str:
-    """Which variant runs, and why, from the stamp of what `find` returns."""
-    better = len(stamp["off"])
-    others = ", ".join(stamp["ranked"][better + 1 :])
-    why = f"llama.cpp prefers it on this CPU to {others}" if others else "the only one for this CPU"
-    return f"{stamp['isa'][0]}: {why}" + f"; {better} before it did not work" * bool(better)
 
 
 def scores() -> dict[str, int]:
@@ -121,9 +109,7 @@ def _unpack(carried: dict[str, Any], target: Path) -> None:
         if not fault:
             stamp = carried | {"time": time.time(), "off": off, "isa": [name], "ranked": ranked}
             stamp["inputs"] |= {"options": NAME, "compiler": carried["compiler"]}
-            (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+            build.publish(partial, target, stamp)
             return
         off[name] = f"it does not work here: {fault}"
         say(f"the wheel's library for {name} is not used: {off[name]}")

@@ -18,18 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pyorch import paths, system
+from pyorch import system
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, smoke
-from pyorch.progress import say
 
 NAME = "sparq-carried-cuda"
 PACKAGE = "sparq-cpp-cuda"
 MODULE = "sparq_cpp_cuda"
 MAJOR = "13"  # of CUDA, with whose libraries it is linked
 NVIDIA = "nvidia"  # the link beside the backend, where that looks for NVIDIA's libraries
-_AGAIN_S = 3600  # after which one that did not work is tried again: the GPU may have been full
-_DRIVER = Path("/proc/driver/nvidia/version")
 # llama.cpp expects code of their own on these, and launches blocks too large for any other code.
 _NEED_THEIR_OWN = ("89", "121")
 _NEEDED = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13")
@@ -43,7 +40,7 @@ def installed() -> Path | None:
     return Path(spec.submodule_search_locations[0])
 
 
-def usable() -> tuple[Path | None, str]:
+def _usable() -> tuple[Path | None, str]:
     """The package's folder; or None and why CUDA is not used, "" where the package is not."""
     folder = installed()
     if folder is None:
@@ -64,7 +61,8 @@ def usable() -> tuple[Path | None, str]:
 
 
 def find(cpu: Path) -> tuple[Path | None, str]:
-    """The folder of the cache that has CUDA too; or None and why, as in `usable`.
+    """The folder of the cache that has CUDA too; or None and why CUDA is not used, "" where the
+    package is not. One that does not work is tried again by the next command.
 
     Args:
         cpu: the folder of the cache with what came with the wheel.
@@ -72,32 +70,30 @@ def find(cpu: Path) -> tuple[Path | None, str]:
     Raises:
         SparqError: the cache cannot be written.
     """
-    package, why = usable()
+    package, why = _usable()
     nvidia = _libraries()
     if package is None or nvidia is None:
         return None, why
     carried: Any = build.read_stamp(package)
-    driver = _DRIVER.read_text("utf-8") if _DRIVER.is_file() else ""  # another is another trial
-    of = json.dumps([cpu.name, carried["stamp"], str(package), str(nvidia), driver])
+    of = json.dumps([cpu.name, carried["stamp"], str(package), str(nvidia)])
     target = cpu.with_name(f"{NAME}-{hashlib.sha256(of.encode()).hexdigest()[:12]}")
 
     def done() -> bool:  # what its links lead to may be gone
-        stamp = build.read_stamp(target)
-        if stamp and "cuda" in stamp["off"] and time.time() - stamp["time"] > _AGAIN_S:
-            return False
-        return stamp is not None and all(f.exists() for f in target.iterdir())
+        return build.read_stamp(target) is not None and all(f.exists() for f in target.iterdir())
 
-    if not done():
-        with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):
-            if not done():
-                _make(cpu, package, nvidia, target)
-    stamp: Any = build.read_stamp(target)
-    why = stamp["off"].get("cuda", "")
-    return (None, why) if why else (target, "")
+    try:
+        build.once(done, lambda: _make(cpu, package, nvidia, target))
+    except SparqError as error:
+        return None, f"it does not work here: {error.message}"
+    return target, ""
 
 
 def _make(cpu: Path, package: Path, nvidia: Path, target: Path) -> None:
-    """Put it into the cache, whose lock is held; if it does not work, then only the reason."""
+    """Put it into the cache, whose lock is held.
+
+    Raises:
+        SparqError: it does not work.
+    """
     of_cpu: Any = build.read_stamp(cpu)
     carried: Any = build.read_stamp(package)
     partial = target.with_name(target.name + ".partial")
@@ -107,19 +103,11 @@ def _make(cpu: Path, package: Path, nvidia: Path, target: Path) -> None:
     shutil.copyfile(package / system.library("ggml"), partial / system.library("ggml"))
     (partial / backend).symlink_to(package / backend)
     (partial / NVIDIA).symlink_to(nvidia)
+    if fault := smoke.fault(partial, gpu=True):
+        raise SparqError(str(fault))
     stamp = of_cpu | {"stamp": carried["stamp"], "time": time.time(), "inputs": carried["inputs"]}
     stamp["inputs"] |= {"options": NAME, "compiler": carried["compiler"], "cuda": carried["cuda"]}
-    try:
-        fault: object = smoke.fault(partial, gpu=True)
-    except SparqError as error:
-        fault = error.message
-    if fault:
-        stamp["off"] |= {"cuda": f"it does not work here: {fault}"}
-        shutil.rmtree(partial)
-        partial.mkdir()
-    (partial / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    build.publish(partial, target, stamp)
 
 
 def _runs(device: str, arch: str) -> bool:

@@ -7,13 +7,11 @@ makes.
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +33,7 @@ TOOLS = (
 # the parts of ggml that may be switched off because they do not work
 _PARTS = {"repack": "GGML_CPU_REPACK", "llamafile": "GGML_LLAMAFILE"}
 
-SPACE = "about 300 MB are needed: free some, or set SPARQ_CACHE to a folder on another disk"
+_OLDEST = {"cmake": (3, 21), "ninja": (1, 10)}
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,26 @@ class Toolchain:
         return env
 
 
+def need_tools() -> probe.Compiler:
+    """The compiler of a build, for which cmake and ninja are here too. Takes milliseconds.
+
+    Raises:
+        SparqError: one of them is missing, or nothing can be built on this system.
+    """
+    probe.check_system()
+    compiler = probe.need_compiler()
+    for name in _OLDEST:
+        tool(name)
+    return compiler
+
+
 def toolchain(options: Options) -> Toolchain:
     """Find it by compiling tiny programs, which takes seconds.
 
     Raises:
-        SparqError: there is no compiler that works, or CUDA is asked for and cannot be used.
+        SparqError: a tool is missing, no compiler works, or CUDA is asked for and cannot be used.
     """
-    compiler = probe.need_compiler()
+    compiler = need_tools()
     found = probe.probe(compiler, native=not options.portable)
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
@@ -184,34 +195,34 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
 
 def _failure(argv: list[str], code: int, lines: list[str], log: Path) -> SparqError:
     """The error of a failed build command, in one line."""
-    text = "\n".join(lines)
-    what = Path(argv[0]).name
+    text, hint = "\n".join(lines), f"full log: {log}"
+    # a message of cmake goes on in indented lines
+    error = re.search(r"(?m)^CMake Error.*(?:\n(?: .*)?)*|^.*\b(?i:error)\b[: ].*", text)
+    reason = " ".join(error[0].split()) if error else "".join(lines[-1:]).strip()
     if "No space left on device" in text:
-        return SparqError(f"no space left for the build in {paths.cache()}", SPACE)
-    if code == system.KILLED or re.search(r"Killed signal|\bKilled\b", text):
-        hint = f"try again with --jobs 1; log: {log}"
-        return SparqError(f"{what} was killed (out of memory?)", hint)
-    if code < 0:
-        return SparqError(f"{what} {children.ended(code)}", f"full log: {log}")
-    at = next((i for i, line in enumerate(lines) if re.search(r"(?i)\berror\b[: ]", line)), None)
-    if at is None:
-        reason = lines[-1].strip() if lines else f"exit code {code}"
-    elif lines[at].startswith("CMake Error"):  # it goes on, indented, until an unindented line
-        rest = itertools.takewhile(lambda s: s[:1] in ("", " "), lines[at + 1 :])
-        reason = " ".join(" ".join([lines[at], *rest]).split())
-    else:
-        reason = lines[at].strip()
-    return SparqError(f"{what} failed: {reason}", f"full log: {log}")
+        hint = f"about 300 MB are needed in {paths.cache()}, or set SPARQ_CACHE; log: {log}"
+    elif code == system.KILLED or re.search(r"Killed signal|\bKilled\b", text):
+        hint = f"is the memory full? try again with --jobs 1; log: {log}"
+    if code < 0 or not reason:
+        reason = f"it {children.ended(code)}"
+    return SparqError(f"{Path(argv[0]).name} failed: {reason}", hint)
 
 
 def tool(name: str) -> str:
-    """The path of cmake or ninja: from the Python package of that name, else from PATH."""
+    """The path of cmake or ninja: from the Python package of that name, else from PATH.
+
+    Raises:
+        SparqError: it is missing or too old.
+    """
     folder = {"cmake": "CMAKE_BIN_DIR", "ninja": "BIN_DIR"}[name]  # where the package says it is
     try:
         packaged = shutil.which(name, path=getattr(importlib.import_module(name), folder, ""))
     except ImportError:
         packaged = None
     program = packaged or shutil.which(name)
-    if program is None:
-        raise SparqError(f"{name} is missing", f"{sys.executable} -m pip install {name}")
+    said = probe.run([program, "--version"]).stdout if program else ""
+    version = re.search(r"(\d+)\.(\d+)", said)
+    if program is None or version is None or tuple(map(int, version.groups())) < _OLDEST[name]:
+        oldest = ".".join(map(str, _OLDEST[name]))
+        raise SparqError(f"a build needs {name} {oldest} or newer", paths.install_command("build"))
     return program

@@ -22,7 +22,7 @@ from pyorch.errors import SparqError
 from pyorch.native import probe
 
 ARCHS = ("75", "80", "86", "89", "90", "100", "120")  # sm_75: Turing ... sm_120: Blackwell
-RELEASES = (12, 13)
+RELEASES = ("12", "13")
 
 # It runs in a process of its own, since a driver that is broken must not take ours with it.
 _DEVICES = """
@@ -113,10 +113,9 @@ def devices() -> tuple[tuple[Device, ...], str]:
     return tuple(Device(arch, name, int(memory)) for arch, name, memory in rows), ""
 
 
-def present() -> bool:
-    """Whether a build without options uses CUDA: there is a compiler and a device, and SPARQ_CUDA
-    is not 0."""
-    return os.environ.get("SPARQ_CUDA") != "0" and bool(find_nvcc()) and bool(devices()[0])
+def wanted() -> bool:
+    """Whether a library with CUDA is preferred: there is a device, and SPARQ_CUDA is not 0."""
+    return os.environ.get("SPARQ_CUDA") != "0" and bool(devices()[0])
 
 
 def archs(text: str | None) -> str:
@@ -145,44 +144,37 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
     if not nvcc:
         return None, "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda"
     number = release(nvcc)
-    if int(number.partition(".")[0] or 0) not in RELEASES:
-        return None, f"{nvcc} is of release {number or 'unknown'}; 12 and 13 are supported"
+    major = number.partition(".")[0]
+    if major not in RELEASES:
+        supported = " and ".join(RELEASES)
+        return None, f"{nvcc} is of release {number or 'unknown'}; {supported} are supported"
     root = _root(nvcc)
     own = [folder for folder in (root / "lib64", root / "lib") if folder.is_dir()]
-    include, lib, libraries = [], [], {}
-    for folder in python_packages(number.partition(".")[0]):
-        if (folder / "include").is_dir():
-            include.append(str(folder / "include"))
-        if (folder / "include" / "cccl").is_dir():
-            include.append(str(folder / "include" / "cccl"))
-        lib += [str(f) for f in [folder / "lib"] if f.is_dir()]
+    packages = python_packages(major)
+    include = [f for p in packages for f in (p / "include", p / "include" / "cccl") if f.is_dir()]
+    lib = [p / "lib" for p in packages if (p / "lib").is_dir()]
+    libraries = {}
     for name in ("cublas", "cublasLt", "cudart"):
-        if not any((folder / f"lib{name}.so").exists() for folder in own):
-            files = [f for folder in lib for f in sorted(Path(folder).glob(f"lib{name}.so*"))]
-            if files:
-                libraries[name] = str(files[0])
+        files = [f for folder in lib for f in sorted(folder.glob(f"lib{name}.so*"))]
+        if files and not any((folder / f"lib{name}.so").exists() for folder in own):
+            libraries[name] = str(files[0])
     # the loader does not find every toolkit by itself
-    lib = [*map(str, own), *(lib if libraries else ())]
-    found = Toolkit(nvcc, number, tuple(include), tuple(lib), libraries)
+    lib = [*own, *(lib if libraries else ())]
+    found = Toolkit(nvcc, number, tuple(map(str, include)), tuple(map(str, lib)), libraries)
+    here = devices()[0]
     with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:
         file, program = Path(temp) / "cuda.cu", Path(temp) / "cuda"
         file.write_text(_PROGRAM, "utf-8")
-        here = devices()[0]
         # of `ccache g++ -m64` the compiler
         host = [word for word in shlex.split(compiler.cxx) if not word.startswith("-")][-1]
         argv = [nvcc, str(file), "-o", str(program), "-ccbin", host]
         argv += [f"-arch=sm_{here[0].arch if here else ARCHS[1]}", *found.flags]
         for name in ("cublas", "cublasLt"):
             argv.append(f"-Xlinker={libraries[name]}" if name in libraries else f"-l{name}")
-        argv += [f"-Xlinker=-rpath={folder}" for folder in lib]
-        done = probe.run(argv)
+        done = probe.run([*argv, *(f"-Xlinker=-rpath={folder}" for folder in lib)])
         if done.returncode != 0:
-            lines = [
-                s
-                for s in (done.stdout + done.stderr).splitlines()
-                if re.search("error|fatal|cannot", s)
-            ]
-            return None, f"nvcc cannot build a program with cuBLAS: {(lines or ['no message'])[0]}"
+            why = probe.first_error(done.stdout + done.stderr)
+            return None, f"nvcc cannot build a program with cuBLAS: {why}"
         if here and (code := probe.run([str(program), "run"]).returncode) != 0:
             return None, f"a CUDA program compiled here {children.ended(code)} on {here[0].name}"
     return found, ""
@@ -197,14 +189,11 @@ def _root(nvcc: str) -> Path:
 
 def python_packages(major: str) -> list[Path]:
     """Folders of NVIDIA's packages: `nvidia/cu13` for 13, `nvidia/cublas` and so on for 12."""
-    found: list[Path] = []
-    for entry in sys.path:
-        base = Path(entry) / "nvidia"
-        found += [base / f"cu{major}"] if (base / f"cu{major}").is_dir() else []
-        if major == "12":
-            names = ("cublas", "cuda_cccl", "cuda_runtime")
-            found += [base / name for name in names if (base / name).is_dir()]
-    return found
+    names = [f"cu{major}"]
+    if major == "12":
+        names += ["cublas", "cuda_cccl", "cuda_runtime"]
+    folders = (Path(entry) / "nvidia" / name for entry in sys.path for name in names)
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:

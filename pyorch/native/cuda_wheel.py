@@ -100,7 +100,7 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
             zig.make_cxx_library()
         tree = root / "cuda"
         say(f"ggml with CUDA for sm_{', sm_'.join(archs)}, log in {tree / 'build.log'}")
-        build.prepare(tree, options, say)
+        build.prepare(tree, options)
         more = {
             "CMAKE_CUDA_HOST_COMPILER": str(_host(zig, host, tree)),
             "CMAKE_INSTALL_RPATH": f"$ORIGIN;$ORIGIN/{carried_cuda.NVIDIA}",

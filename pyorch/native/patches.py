@@ -74,33 +74,22 @@ def parse(file: Path) -> Patch:
     subject = re.search(r"^Subject: (?:\[PATCH[^]]*\] )?(.*(?:\n .*)*)", header, re.M)
     trailers = dict(re.findall(rf"^({'|'.join(TRAILERS)}): *(.*?) *$", header, re.M))
     changes: list[Change] = []
-    i = first
-    while i < len(lines):
-        line = lines[i]
-        i += 1
+    hunk: list[tuple[bytes, bytes]] | None = None
+    for line in lines[first:]:
+        tag, text = line[:1], line[1:]
         if line.startswith(b"diff --git "):
             changes.append(Change(line.rsplit(b" b/", 1)[1].strip().decode("utf-8")))
-        elif line.startswith(_NO_HOOK):
+            hunk = None
+        elif line.startswith(b"@@ "):
+            hunk = []
+            changes[-1].hunks.append(hunk)
+        elif hunk is not None and tag in (b" ", b"-", b"+"):
+            hunk.append((tag, text))
+        elif hunk and tag == b"\\":  # "No newline at end of file" is about the line before
+            hunk[-1] = (hunk[-1][0], hunk[-1][1].rstrip(b"\n"))
+        elif (hunk is not None and line.strip()) or line.startswith(_NO_HOOK):
             what = line.decode("utf-8", "replace").strip()
             raise SparqError(f"{file.name}: '{what}' is not for a hook patch", "only edit lines")
-        elif line.startswith(b"@@ "):
-            match = re.match(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", line)
-            if not match:
-                raise SparqError(f"{file.name}: damaged hunk header", "export it again with git")
-            old, new = (int(n) if n is not None else 1 for n in match.group(1, 2))
-            hunk: list[tuple[bytes, bytes]] = []
-            while i < len(lines) and (old > 0 or new > 0 or lines[i].startswith(b"\\")):
-                tag, text = lines[i][:1], lines[i][1:]
-                i += 1
-                if tag == b"\\":  # "No newline at end of file" is about the line before
-                    hunk[-1] = (hunk[-1][0], hunk[-1][1].rstrip(b"\n"))
-                    continue
-                if tag not in (b" ", b"-", b"+"):
-                    raise SparqError(f"{file.name}: damaged hunk", "export it again with git")
-                old -= tag != b"+"
-                new -= tag != b"-"
-                hunk.append((tag, text))
-            changes[-1].hunks.append(hunk)
     title = re.sub(r"\n ", " ", subject.group(1)) if subject else ""
     return Patch(file.name, title, trailers, changes)
 

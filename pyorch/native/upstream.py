@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from pyorch import paths, table
+from pyorch import children, paths, table
 from pyorch.errors import SparqError
 from pyorch.native import source
 from pyorch.native.patches import HINT, TRAILERS, apply_series, parse, series
+from pyorch.progress import say
 
 # The series as a whole may touch this many lines of upstream files.
 MAX_ADDED = 120
@@ -30,22 +30,9 @@ def _git(cwd: Path, *args: str, env: dict[str, str] | None = None) -> str:
     """Run git without the user's settings, which would change its exports. Returns its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     clean |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            ["git", *args],
-            cwd=cwd,
-            env=clean | (env or {}),
-            capture_output=True,
-            text=True,
-        )
-    except FileNotFoundError:
-        raise SparqError("git is missing", "install git: the patch tools need it") from None
+    done = children.run(["git", *args], cwd=cwd, env=clean | (env or {}))
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        line = next(
-            (s for s in said if s.startswith(("error:", "fatal:"))), said[0] if said else ""
-        )
-        raise SparqError(f"git {args[0]} failed: {line}")
+        raise SparqError(f"git {args[0]} failed: {children.reason(done)}")
     return done.stdout.strip()
 
 
@@ -53,19 +40,12 @@ def _checkout(folder: Path, patch_dir: Path) -> None:
     """Make a git work tree of the first pin: the untouched source plus the series."""
     pin = source.pins(patch_dir)[0]
     where = source.locate(pin)
-    with paths.locked(paths.cache(), lambda who: _say(f"waiting for a build (process {who})")):
-        source.fetch(pin, where, _say)
+    source.fetch(pin, where)
     source.unpack(where, pin.folder, folder)
     _git(folder, "init", "--quiet", "--initial-branch=series")
-    for key, value in (
-        ("user.name", "sparq-cpp authors"),
-        ("user.email", "sparq-cpp@example.invalid"),
-        ("core.autocrlf", "false"),
-        ("core.fileMode", "true"),
-        ("gc.auto", "0"),
-        ("advice.detachedHead", "false"),
-    ):
-        _git(folder, "config", key, value)
+    _git(folder, "config", "user.name", "sparq-cpp authors")
+    _git(folder, "config", "user.email", "sparq-cpp@example.invalid")
+    _git(folder, "config", "core.autocrlf", "false")
     _git(folder, "add", "--all", "--force")
     fixed = "2026-01-01T00:00:00 +0000"
     message = f"{pin.repo} {pin.commit[:12]}, from {pin.filename}"
@@ -97,19 +77,18 @@ def upstream(patch_dir: Path, folder: Path, force: bool = False) -> None:
             differing = _same_series(patch_dir, Path(temp))
         dirty = _git(folder, "status", "--porcelain")
         if not differing and not dirty:
-            _say(f"{folder} is up to date")
+            say(f"{folder} is up to date")
             return
         what = ", ".join(differing) if differing else "uncommitted edits"
         raise SparqError(
             f"{folder} differs from the series: {what}",
             "export its commits: make patches-refresh; or drop them: make upstream FORCE=1",
         )
-    fresh = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh = folder.with_name(folder.name + ".new")
     _checkout(fresh, patch_dir)
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
-    _say(f"{folder}: {len(series(patch_dir))} patches on top of the tag 'base'")
+    say(f"{folder}: {len(series(patch_dir))} patches on top of the tag 'base'")
 
 
 def refresh(patch_dir: Path, folder: Path) -> None:
@@ -129,7 +108,7 @@ def refresh(patch_dir: Path, folder: Path) -> None:
             shutil.copy(new, patch_dir / new.name)
     readme = patch_dir / "README.md"
     readme.write_text(_with_table(readme.read_text("utf-8"), patch_dir), "utf-8")
-    _say(f"wrote {len(series(patch_dir))} patches")
+    say(f"wrote {len(series(patch_dir))} patches")
 
 
 def _with_table(readme: str, patch_dir: Path) -> str:
@@ -185,15 +164,11 @@ def check(patch_dir: Path) -> list[str]:
     for pin in source.pins(patch_dir)[1:]:
         where = source.locate(pin)
         if where.path.exists():
+            tops = tuple({path.split("/")[0] for path in touched})
             with tempfile.TemporaryDirectory() as temp:
-                source.unpack(
-                    where,
-                    pin.folder,
-                    Path(temp),
-                    only=tuple({path.split("/")[0] for path in touched}),
-                )
+                source.unpack(where, pin.folder, tree := Path(temp) / "tree", only=tops)
                 try:
-                    apply_series(Path(temp), patch_dir)
+                    apply_series(tree, patch_dir)
                 except SparqError as error:
                     wrong.append(f"{pin.version}: {error.message}")
     readme = (patch_dir / "README.md").read_text("utf-8")
@@ -202,34 +177,20 @@ def check(patch_dir: Path) -> list[str]:
     return wrong
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """`python -m pyorch.native.upstream upstream [--force] | refresh | check`."""
     patch_dir = paths.REPOSITORY / "patches"
     folder = paths.REPOSITORY / ".upstream" / "llama.cpp"
-    folder.parent.mkdir(exist_ok=True)
     try:
-        if argv[:1] == ["upstream"]:
+        if argv[0] == "upstream":
             upstream(patch_dir, folder, force="--force" in argv)
-        elif argv == ["refresh"]:
+        elif argv[0] == "refresh":
             refresh(patch_dir, folder)
-        elif argv == ["check"]:
-            if wrong := check(patch_dir):
-                raise SparqError("; ".join(wrong), "make upstream, fix it, make patches-refresh")
-            n = len(series(patch_dir))
-            _say(f"{n} patches apply, export to the same bytes and keep the budget")
-        else:
-            raise SparqError("say upstream [--force], refresh or check", exit_code=2)
+        elif wrong := check(patch_dir):
+            raise SparqError("; ".join(wrong), "make upstream, fix it, make patches-refresh")
     except SparqError as error:
-        _say(f"error: {error.message}")
-        if error.hint:
-            _say(f"hint: {error.hint}")
-        return error.exit_code
-    return 0
+        sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

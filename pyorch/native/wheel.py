@@ -186,7 +186,7 @@ def make(name: str, into: Path) -> Path:
         ):
             say(f"{name}: {', '.join(targets)}")
             tree = root / part
-            build.prepare(tree, options, say)
+            build.prepare(tree, options)
             chain = zig.toolchain(tree, more)
             with progress_bar("compiling", off_terminal=say) as bar:
                 cmake.compile_tree(tree, options, targets, build.default_jobs(), chain, bar, lock)
@@ -205,8 +205,6 @@ def make(name: str, into: Path) -> Path:
         for file in files:
             if file.name != target.library("ggml-cpu"):
                 shutil.copy(file, built / "lib")
-        read = paths.PACKAGE / "bench" / "read.c"
-        zig.run(["cc", "-O3", "-s", "-shared", "-fPIC", str(read), "-o", str(built / "read.so")])
         pin = source.read_pin()
         where, licenses = source.locate(pin), built / "licenses"
         source.unpack(where, "llama_cpp", built / "python" / "llama_cpp")

@@ -23,9 +23,11 @@ from pyorch.attention import line
 from pyorch.attention.bytes import per_token
 from pyorch.attention.spec import METHODS, AttentionSpec, parse_spec
 from pyorch.errors import SparqError, nearest
+from pyorch.policies.alisa import Alisa
 from pyorch.policies.base import Policy
 from pyorch.policies.flexgen import FlexGen
 from pyorch.policies.h2o import H2O
+from pyorch.policies.keyformer import Keyformer
 from pyorch.policies.lm_infinite import LMInfinite
 from pyorch.policies.low_rank import LowRank
 from pyorch.policies.oracle import Oracle
@@ -35,8 +37,22 @@ from pyorch.policies.sparq_tau import SparQTau
 from pyorch.policies.streaming_llm import StreamingLLM
 from pyorch.policies.watch import SPEC, Counters, Watch
 
-_ALL = Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd, LMInfinite, StreamingLLM, H2O
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in _ALL}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        Oracle,
+        FlexGen,
+        LowRank,
+        SparQTau,
+        Quest,
+        PageMeanStd,
+        LMInfinite,
+        StreamingLLM,
+        H2O,
+        Keyformer,
+        Alisa,
+    )
+}
 
 Method = AttentionSpec | Policy
 OFF = AttentionSpec("off")
@@ -54,8 +70,8 @@ class _StockFa0(AttentionSpec):
 
 
 STOCK_FA0 = _StockFa0()
-# methods of records that are here no longer; see bench/answered.md
-FORMER = ("index", "keyformer", "alisa")
+# methods of records that are here no longer; see docs/tried.md
+FORMER = ("index",)
 
 
 @dataclass(frozen=True)

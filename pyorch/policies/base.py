@@ -69,14 +69,15 @@ class Prompt(Protocol):
     """The attention of one layer's positions before the first one that a method decides on.
 
     n       positions
-    blocks  logits of all rows, a few at a time: (n_head_kv, n_group_q, rows, cols) f32 over
-            positions 0 .. cols-1, -inf above the diagonal, which ends at the last row and column
+    blocks  logits of the rows from `start` to `stop` (to the end), a few at a time: (n_head_kv,
+            n_group_q, rows, cols) f32 over positions 0 .. cols-1, -inf above the diagonal, which
+            ends at the last row and column
     once    the value of a function of this prompt, which all methods and ratios share by its key
     """
 
     n: int
 
-    def blocks(self) -> Iterator[np.ndarray]: ...
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]: ...
 
     def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T: ...
 

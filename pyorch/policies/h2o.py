@@ -30,10 +30,13 @@ class H2O(Policy):
         return H2OSelector(self, heads, positions, sums)
 
 
-def prompt_sums(prompt: Prompt, n_head_kv: int) -> np.ndarray:
-    """(n_head_kv, n) f32: the attention that each position got from all rows of the prompt."""
+def prompt_sums(prompt: Prompt, n_head_kv: int, noise: np.ndarray | None = None) -> np.ndarray:
+    """(n_head_kv, n) f32: the attention that each position got from all rows of the prompt, with
+    its noise (n_head_kv, n_group_q, n) added to the logits."""
     out = np.zeros((n_head_kv, prompt.n), np.float32)
     for logits in prompt.blocks():
+        if noise is not None:
+            logits += noise[:, :, None, : logits.shape[3]]
         out[:, : logits.shape[3]] += softmax(logits).sum(axis=(1, 2))
     return out
 

@@ -127,9 +127,10 @@ class LayerPrompt:
             self.layer.cache[full] = make()
         return cast(T, self.layer.cache[full])
 
-    def blocks(self) -> Iterator[np.ndarray]:
-        for first in range(0, self.n, _ROWS):
-            last = min(first + _ROWS, self.n)
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+        stop = self.n if stop is None else stop
+        for first in range(start, stop, _ROWS):
+            last = min(first + _ROWS, stop)
             q = self.layer.q[first:last].astype(np.float32)
             yield causal_logits(q, self.k[:last], *self.layer.logit)
 

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,17 +121,21 @@ def cell(ours: Outcome) -> str:
 def table() -> dict[str, dict[str, str]]:
     """Architecture -> pin -> what the page says of it; a pin that does not know it is missing."""
     lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("|")]
-    rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
-    return {
-        name.strip("`"): {pin: said for pin, said in zip(rows[0][1:], of, strict=True) if said}
-        for name, *of in rows[2:]
-    }
+    head, _, *rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
+    outcomes: dict[str, dict[str, str]] = {}
+    for *cells, names in rows:
+        for name in names.split(", "):
+            outcomes[name] = {pin: x for pin, x in zip(head, cells, strict=False) if x}
+    return outcomes
 
 
 def written(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """The page with this table in place of its own."""
-    lines = [["architecture", *PINS], ["---"] * (1 + len(PINS))]
-    lines += [[f"`{n}`", *(row.get(pin, "") for pin in PINS)] for n, row in sorted(rows.items())]
+    """The page with this table in place of its own: a line for each outcome."""
+    by_outcome: dict[tuple[str, ...], list[str]] = {}
+    for name, row in sorted(rows.items()):
+        by_outcome.setdefault(tuple(row.get(pin, "") for pin in PINS), []).append(name)
+    lines: list[Sequence[str]] = [[*PINS, "architectures"], ["---"] * (1 + len(PINS))]
+    lines += [(*outcome, ", ".join(names)) for outcome, names in sorted(by_outcome.items())]
     shown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return re.sub(r"(?m)(^\|.*\n)+", lambda _: shown, PAGE.read_text("utf-8"), count=1)
 

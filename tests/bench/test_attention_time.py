@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_options import given
 from click.testing import CliRunner
 
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import attention, attention_table, output, records
+from pyorch.bench import records
+from pyorch.bench.turns import OFF, Side, check_dense, in_turns
 from pyorch.bench.worker import Worker, Workers
-from pyorch.cli.bench import command
+from pyorch.cli.bench import attention_time, command
+from pyorch.cli.bench.attention_time import AttentionCase
 from pyorch.errors import SparqError
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
-PLAN = attention.AttentionPlan(like=["llama2-7b"], positions=[4096], threads=[2], n_samples=8)
+
+def planned(*specs: str, **more: Any) -> list[list[AttentionCase]]:
+    options = dict(like=["llama2-7b"], n_depth=[4096], n_threads=[2], repetitions=2)
+    options |= dict(specs=[*map(parse_spec, specs or attention_time.SPECS)])
+    return attention_time.groups(given(attention_time.MEASUREMENT, **options | more))
 
 
 def test_plan_takes_turns_in_groups_of_one_cache() -> None:
-    plan = replace(PLAN, positions=[512, 4096], threads=[1, 2])
-    groups = list(plan.groups())
+    groups = planned(n_depth=[512, 4096], n_threads=[1, 2])
     assert len(groups) == 4
     for group in groups:
         assert [c.label for c in group[:2]] == ["stock -fa 0", "stock -fa 1"]
         assert len({(c.n_depth, c.n_threads, c.like) for c in group}) == 1
-        assert group[0].n_samples == 10  # whole turns
+        assert group[0].n_samples == 10  # two turns
         place = {str(c.spec): c.place for c in group}
         assert place["sparq,ratio=1/8"] == place["dense"] != place["sparq,ratio=1/8,shadow=f16"]
     with pytest.raises(SparqError, match="too few"):
-        list(replace(PLAN, positions=[256]).groups())
+        planned(n_depth=[256])
 
 
-def test_row_of_ours_is_refused_unless_every_call_ran() -> None:
-    (group,) = PLAN.groups()
-    stock, dense = group[0], group[2]
-    sparse = group[4]  # ratio 1/8
+def test_a_row_of_ours_is_refused_unless_every_call_ran() -> None:
+    stock, _, dense, sparse = planned("dense", "sparq,ratio=1/8")[0]
     calls = sparse.n_samples * sparse.n_layer
-    attention.refuse_idle(stock, {})
-    attention.refuse_idle(sparse, {"calls_sparse": calls})
-    attention.refuse_idle(dense, {"calls_dense_op": calls})
+    attention_time.check_calls(stock, {})
+    attention_time.check_calls(sparse, {"calls_sparse": calls})
+    attention_time.check_calls(dense, {"calls_dense_op": calls})
     for case, counters in (
         (sparse, {}),
         (sparse, {"calls_sparse": 0, "calls_dense_op": calls}),
@@ -51,12 +54,11 @@ def test_row_of_ours_is_refused_unless_every_call_ran() -> None:
         (dense, {"calls_stock": calls}),
     ):
         with pytest.raises(SparqError, match="not reported"):
-            attention.refuse_idle(case, counters)
+            attention_time.check_calls(case, counters)
 
 
 def test_settings_that_are_the_same_are_measured_once() -> None:
-    lines = ["sparq,ratio=1/8", "dense", "sparq,ratio=0.125", "sparq,ratio=1"]
-    (group,) = replace(PLAN, specs=[parse_spec(line) for line in lines]).groups()
+    (group,) = planned("sparq,ratio=1/8", "dense", "sparq,ratio=0.125", "sparq,ratio=1")
     assert [str(c.spec) for c in group] == ["off", "off", "sparq,ratio=1/8", "dense"]
 
 
@@ -76,45 +78,54 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
             assert self.now == ("off" if self.name.startswith("stock") else "dense")
             return [1.0, 2.0 if self.name.startswith("stock") else wrong]
 
-    (group,) = replace(PLAN, specs=[parse_spec(spec)]).groups()
+    (group,) = planned(spec)
     workers: Any = {c.place: Fake(c.place) for c in group}
     wrong = 2.0
-    attention._prepare(group, workers, check=True)
+    check_dense(group, lambda c: workers[c.place], 4096)
     wrong = 3.0
-    attention._prepare(group, workers, check=False)
-    for worker in workers.values():
-        worker.now = "off"
     with pytest.raises(SparqError, match="our dense attention differs"):
-        attention._prepare(group, workers, check=True)
+        check_dense(group, lambda c: workers[c.place], 4096)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "names", "table"),
-    [
-        ("type_k", "q8_0", ["f16 K, f16 V", "q8_0 K, f16 V"], " q8_0 K, f16 V, threads: 2\n"),
-        ("numa", "distribute", ["numa none", "numa distribute"], "threads: 2, numa: distribute\n"),
-    ],
-)
-def test_what_differs_has_a_column_and_a_table(
-    key: str, value: str, names: list[str], table: str
-) -> None:
+@pytest.mark.parametrize(("swap", "wanted"), [(False, "CBA ABC CBA"), (True, "ABC CBA ABC")])
+def test_turns_go_forwards_and_backwards(swap: bool, wanted: str) -> None:
+    """The first is not counted; the bandwidth of each is."""
+    sides = [Side(library=x, flash_attn=True, spec=OFF) for x in "ABC"]
+    order: dict[int, str] = {}
+
+    def once(side: Side, turn: int) -> dict[str, Any]:
+        order[turn] = order.get(turn, "") + side.library
+        return {"samples_ns": [turn], "counters": {"calls": 1, "name": "x"}}
+
+    class Reader:
+        def read(self) -> float:
+            return 1.0
+
+    reader: Any = Reader()
+    results, bandwidth = in_turns(sides, range(-1, 2), once, reader, lambda _: None, swap=swap)
+    assert " ".join(order.values()) == wanted and len(bandwidth) == 3
+    assert results == [{"samples_ns": [0, 1], "counters": {"calls": 2}}] * 3
+
+
+@pytest.mark.parametrize(("key", "value"), [("type_k", "q8_0"), ("numa", "distribute")])
+def test_what_differs_has_a_column_and_a_table(key: str, value: str) -> None:
     recs = fake_records()
     other = [{**r, "case": r["case"] | {key: value}, "run": "b"} for r in recs]
-    head = attention_table.summary(recs + other).splitlines()[0]
-    assert head.strip(" |").split(" | ")[1:] == [f"llama2-7b, S 4096, {name}" for name in names]
-    assert names[0] not in attention_table.summary(recs)
-    tables = attention_table.markdown(recs + other)
-    assert (tables.count("threads: 2"), tables.count(table)) == (2, 1)
+    assert attention_time.summary(recs).splitlines()[0].count("llama2-7b") == 1
+    head = attention_time.summary(recs + other).splitlines()[0]
+    assert head.count("llama2-7b") == 2 and value in head
+    tables = attention_time.markdown(recs + other)
+    assert (tables.count("threads: 2"), tables.count(value)) == (2, 1)
 
 
 def fake_records() -> list[records.Record]:
     """Stock takes 20 and 30 ms, dense 10, the others 5; 4 of each without attention."""
-    (group,) = PLAN.groups()
+    (group,) = planned()
     out = []
     for case, ms in zip(group, (20, 30, 10, 5, 5, 5, 5, 5, 5, 5), strict=True):
         out.append(
             records.record(
-                attention.BENCH,
+                "attention",
                 records.case_of(case),
                 "s",
                 samples_ns=[(4 + ms) * 10**6] * 10,
@@ -130,33 +141,14 @@ def fake_records() -> list[records.Record]:
 
 
 def test_rows_are_differences_against_the_better_stock() -> None:
-    rows = attention_table.rows(fake_records())
+    rows = attention_time.rows(fake_records())
     assert [round(r["attention_ms"], 6) for r in rows] == [20, 30, 10] + [5] * 7
     assert [round(r["speedup"], 6) for r in rows] == [1, 0.666667, 2] + [4] * 7
     assert rows[2]["roofline"] == pytest.approx(0.5)  # 100 MB in 10 ms, at 20 GB/s
     assert rows[0]["token_ms"] == pytest.approx(24)
-    table = attention_table.markdown(fake_records())
-    summary = attention_table.summary(fake_records())
-    assert "| attention | llama2-7b, S 4096 |" in summary
-    assert "| `stock -fa 0` | 20.0 |" in summary
-    assert "| `dense` | 10.0 (2.0x, 50 %) |" in summary
+    table = attention_time.markdown(fake_records())
+    assert "| `stock -fa 0` | 20.0 |" in attention_time.summary(fake_records())
     assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
-
-
-@pytest.mark.parametrize("printed", [True, False])
-def test_the_table_beside_the_records_has_all_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: bool
-) -> None:
-    """However little was asked for now, and whether or not it can be printed."""
-    recs = fake_records()
-    for rec in recs:
-        records.append(tmp_path / "attention.jsonl", rec)
-    monkeypatch.setattr(attention, "run", lambda *_, **__: recs[:4])
-    if not printed:
-        monkeypatch.setattr(output, "FORMATS", None)
-    done = CliRunner().invoke(command, ["--attn-only", "--out", str(tmp_path), "-o", "csv"])
-    assert (done.exit_code == 0) == printed
-    assert (tmp_path / "attention.md").read_text() == attention_table.markdown(recs) + "\n"
 
 
 def test_worker_reports_errors_and_its_death(model: Path) -> None:
@@ -206,11 +198,14 @@ def test_attention_command_measures_once(tmp_path: Path, opened: list[dict[str, 
     args += ["1", "-a", "dense", "-a", "sparq,ratio=1/8", "--numa", "isolate"]
     args += ["--out", str(tmp_path)]
     runner = CliRunner()
+    other = fake_records()[0]
+    records.append(tmp_path / "attention.jsonl", other)
     first = runner.invoke(command, args, catch_exceptions=False)
     assert first.exit_code == 0
     assert first.stdout.count("| 1280 |") == 4
     file = tmp_path / "attention.jsonl"
     found = records.load(file)
+    assert found.pop(other["key"])
     assert len(found) == 4
     for rec in found.values():
         assert len(rec["samples_ns"]) == len(rec["base_samples_ns"]) == 5
@@ -218,4 +213,5 @@ def test_attention_command_measures_once(tmp_path: Path, opened: list[dict[str, 
     assert {args["numa"] for args in opened} == {"isolate"}
     again = runner.invoke(command, args, catch_exceptions=False)
     assert again.stdout == first.stdout  # taken from the records
-    assert records.load(file) == found
+    assert records.load(file) == found | {other["key"]: other}
+    assert "| 4096 |" in file.with_suffix(".md").read_text(), "the table of all records"

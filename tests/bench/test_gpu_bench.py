@@ -5,21 +5,21 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import fake_device
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from bench_options import given
 
-from bench import plot, runner
-from bench.gpu import attention, in_memory, real_text, tokens
+from bench import plot
+from bench.gpu import in_memory, kernels, real_text, tokens
 from pyorch import paths
-from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
+from pyorch.bench.room import Synthetic
+from pyorch.cli.bench import measurement
 from pyorch.engine.library import Library
 from pyorch.errors import SparqError
 
@@ -36,7 +36,7 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
             argv, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found = records.load_all(tmp_path / attention.FILE)
+        found = records.load_all(tmp_path / kernels.FILE)
         methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2
         assert [r["case"]["method"] for r in found] == methods
     for rec in found:
@@ -44,31 +44,7 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
         dense = rec["case"]["positions"] * rec["case"]["batch"] * rec["case"]["n_head_kv"] * 512
         sparse = rec["case"]["method"].startswith("sparq")
         assert 0 < rec["bytes_read"] <= dense and (rec["bytes_read"] < dense) == sparse
-    assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_attention.md").read_text()
-
-
-def test_a_case_that_failed_shows_in_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are measured: all.sh comes back to a step that failed."""
-
-    def layers(_: object, case: attention.Case, *__: object) -> dict[str, object]:
-        if case.method == "sparq q8":
-            raise SparqError("not here", "x")
-        return {"samples_ns": [1], "bytes_read": 1}
-
-    device = Mock()
-    device.name = "FAKE"
-    monkeypatch.setattr(attention, "opened", lambda _: device)
-    monkeypatch.setattr(attention, "copy_bandwidth", lambda *_: (1.0, "ggml"))
-    monkeypatch.setattr(attention, "has_torch", lambda: False)
-    monkeypatch.setattr(attention, "layers_of", lambda *_: 1)
-    monkeypatch.setattr(attention, "ggml_layers", layers)
-    argv = ["--quick", "--out", str(tmp_path)]
-    done = CliRunner().invoke(runner.command(attention.MEASUREMENT), argv)
-    assert len(records.load(tmp_path / attention.FILE)) == 6
-    assert "sparq q8: not measured: not here (x)" in done.stderr
-    assert "2 of 8 groups not measured" in str(done.exception)
+    assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_kernels.md").read_text()
 
 
 def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
@@ -81,7 +57,7 @@ def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
-    cases = [records.read_case(in_memory.Case, rec) for rec in found]
+    cases = [records.read_case(in_memory.MemoryCase, rec) for rec in found]
     assert [case.threads for case in cases] == [1] * 5 + [2] * 5
     assert [case.name for case in cases[:3]] == ["stock -fa 1", "stock -fa 0", "dense"]
     assert [len(rec["samples_ns"]) for rec in found] == [2] * 10
@@ -116,7 +92,7 @@ def test_ways_to_read_a_prompt(native_lib_dir: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
-    cases = [records.read_case(in_memory.Case, rec) for rec in found]
+    cases = [records.read_case(in_memory.MemoryCase, rec) for rec in found]
     ways = "stock -fa 1", "ours, on the CPU", "stock -fa 1"
     names = [f"{way}, {n} tokens of a prompt" for way in ways for n in (512, 32)]
     assert [case.name for case in cases] == names
@@ -156,16 +132,18 @@ def test_what_a_gpu_chooses_otherwise() -> None:
     assert real_text.compare("x", here, there) == (2, 2.5)
 
 
-def test_a_prompt_is_timed_where_there_is_a_gpu() -> None:
-    given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", cache_type="q8_0")
-    given |= dict(n_gen=3, repetitions=2, prompts=False)
-    given |= dict(card=0, flash_attn=[1, 0], specs=[AttentionSpec("dense")], threads=[3])
-    for n_gpu_layers, names in (
-        (None, ["stock -fa 1", "dense", "stock -fa 1, 512 tokens of a prompt"]),
-        (0, ["stock -fa 1", "dense"]),  # a cache of blocks has no transposed V, so no -fa 0
-    ):
-        (cases,) = in_memory.groups(SimpleNamespace(**given, n_gpu_layers=n_gpu_layers))
-        assert [case.name for case in cases] == names
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        ([], ["stock -fa 1", "dense", "stock -fa 1, 512 tokens of a prompt"]),
+        (["-ngl", "0"], ["stock -fa 1", "dense"]),
+    ],
+)
+def test_a_prompt_is_timed_where_there_is_a_gpu(args: list[str], names: list[str]) -> None:
+    """A cache of blocks has no transposed V, so no -fa 0."""
+    options = given(in_memory.MEASUREMENT, "-ct", "q8_0", "-t", "3", "-a", "dense", *args)
+    (cases,) = in_memory.groups(options)
+    assert [case.name for case in cases] == names
 
 
 def add(folder: Path, method: str, us: float, stamp: str) -> None:
@@ -173,7 +151,7 @@ def add(folder: Path, method: str, us: float, stamp: str) -> None:
     more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}
     more |= {"device": "a GPU", "env": ENV | {"stamps": {"sparq": stamp}}}
     rec = records.record("gpu_attention", case, stamp, **more)
-    records.append(folder / attention.FILE, rec)
+    records.append(folder / kernels.FILE, rec)
 
 
 @pytest.mark.parametrize("machine", ["nvidia-h100", "nvidia-h200"])
@@ -197,12 +175,13 @@ def test_tokens_of_our_dense_attention_are_timed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It needs no device, and what should be sparse must be."""
-    monkeypatch.setattr(tokens, "_model", lambda _: model)
+    monkeypatch.setattr(Synthetic, "written", lambda _: model)
     monkeypatch.setattr(Library, "check_gpu", lambda *_: None)
 
     def measured(line: str) -> list[records.Result]:
         specs = tokens.OFF, parse_spec(line)
-        cases = [tokens.Case("x", 2, "f32", 1280, 3, spec, repetitions=2) for spec in specs]
+        of = dict(like="x", n_layer=2, quant="f32", n_depth=1280, n_gen=3, repetitions=2)
+        cases = [tokens.TokenCase(**of, spec=spec) for spec in specs]
         return tokens.measure(SimpleNamespace(), cases, print)
 
     assert [len(r["samples_ns"]) for r in measured("dense")] == [6, 6]
@@ -210,17 +189,15 @@ def test_tokens_of_our_dense_attention_are_timed(
         measured("sparq,ratio=1/8,min_ctx=4096")
 
 
-def test_more_of_the_same_is_measured() -> None:
+@pytest.mark.parametrize("of", [tokens.MEASUREMENT, in_memory.MEASUREMENT], ids=lambda of: of.name)
+def test_more_of_the_same_is_measured(of: measurement.Measurement) -> None:
     """As many repetitions as were asked for, not those of an earlier run."""
-    given = dict(like="llama3.2-1b", layers=1, n_depth=[1500], quant="q8_0", specs=[])
-    given |= dict(cache_type="f16", card=0, n_gpu_layers=0, flash_attn=[1], threads=[1])
-    given |= dict(prompts=False)
     keys = {
-        records.key(of.name, records.case_of(of.groups(SimpleNamespace(**given, **more))[0][0]), "")
-        for of in (tokens.MEASUREMENT, in_memory.MEASUREMENT)
-        for more in (dict(n_gen=n, repetitions=r) for n in (3, 32) for r in (3, 300))
+        records.key(of.name, records.case_of(of.groups(given(of, "-n", n, "-r", r))[0][0]), "")
+        for n in ("3", "32")
+        for r in ("3", "300")
     }
-    assert len(keys) == 8
+    assert len(keys) == 4
 
 
 def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
@@ -231,15 +208,8 @@ def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
         add(tmp_path, "sparq q4", ours, stamp)
     add(tmp_path, "ggml flash", 60, "b")  # measured again
     add(tmp_path, "sparq q4", 10, "c")  # with no dense beside it
-    rows = attention.data(tmp_path)
+    rows = kernels.data(tmp_path)
     assert [(r["method"], 1e3 * r["layer_ms"], r["speedup"]) for r in rows] == [
         ("ggml flash", 60, 1),
         ("sparq q4", 20, 3),
     ]
-
-
-def test_the_cases_of_the_paper_are_there() -> None:
-    shapes = [asdict(c) for c in attention.cases(quick=False)]
-    assert sum(c["batch"] == 64 and c["positions"] == 4096 for c in shapes) == 5
-    assert {c["positions"] for c in shapes if c["batch"] == 1} == {4096 << i for i in range(6)}
-    assert all(c["rank"] == 32 and c["topk"] == 128 for c in shapes)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import runner
 from bench.users import prompt_time
 from bench.users.prompt_time import Line
 from pyorch import paths
 from pyorch.bench import records
+from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
@@ -23,7 +23,9 @@ DOCUMENT = paths.data("models") / "demo" / "document.txt"
 def measured(model: Path, folder: Path, depths: str) -> Any:
     args = ["-m", str(model), "--text", str(DOCUMENT), "-d", depths, "-t", "1", "--samples", "2"]
     args += ["--out", str(folder)]
-    return CliRunner().invoke(runner.command(prompt_time.MEASUREMENT), args, catch_exceptions=False)
+    return CliRunner().invoke(
+        measurement.command(prompt_time.MEASUREMENT), args, catch_exceptions=False
+    )
 
 
 def test_a_whole_prompt_is_the_area_below_its_line() -> None:

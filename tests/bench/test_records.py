@@ -1,21 +1,22 @@
-"""Records, bandwidth, marks in a README."""
+"""Records of measurements."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.papers import roofline
+from bench.papers.roofline import PeakCase
 from pyorch import native
-from pyorch.bench import bandwidth, records
+from pyorch.bench import records
+from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
 
 
@@ -133,42 +134,44 @@ def test_the_commit_is_that_of_our_own_repository(
     assert records._commit() == {"commit": "", "dirty": False}
 
 
-def test_what_cannot_be_kept_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
+    """Measures groups of cases, whose sample is how many were measured before."""
     env = {"stamps": {"sparq": "s"}}
     monkeypatch.setattr(native, "built", lambda stock=False: Path())
     monkeypatch.setattr(records, "environment", lambda libraries: env)
-    case = roofline.Case(512, 1)
+    n_measured = 0
+
+    def measure(_: object, group: Sequence[PeakCase], __: object) -> list[records.Result]:
+        nonlocal n_measured
+        n_measured += 1
+        return [{"samples_ns": [n_measured]}]
+
+    def of(file: Path, *sizes: int, force: bool = False) -> list[records.Record]:
+        groups = [[PeakCase(n, 1)] for n in sizes]
+        options = measurement.Given(force=force)
+        recs, n_failed = measurement.measured(
+            replace(roofline.PEAK, measure=measure), options, groups, file
+        )
+        assert not n_failed
+        return recs
+
+    return of
+
+
+def test_what_cannot_be_kept_is_not_measured(run: Callable[..., Any]) -> None:
     with pytest.raises(SparqError, match="/dev/null/r: ") as e:
-        records.resume("b", [[case]], pytest.fail, Path("/dev/null/r"), print, cost=len, force=True)
+        run(Path("/dev/null/r"), 512, force=True)
     assert "--out" in e.value.hint
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_group_is_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
-) -> None:
-    """`-d 4096,4096`, or types of K that are named twice."""
-    env = {"stamps": {"sparq": "s"}}
-    monkeypatch.setattr(native, "built", lambda stock=False: Path())
-    monkeypatch.setattr(records, "environment", lambda libraries: env)
-    case = roofline.Case(512, 1)
-    measured: list[int] = []
-
-    def measure(group: Sequence[roofline.Case], _: object) -> list[records.Result]:
-        measured.append(group[0].n)
-        return [{"samples_ns": [len(measured)]}]
-
-    groups = [[case], [replace(case, n=1024)], [case]]
+def test_a_group_is_measured_once(run: Callable[..., Any], tmp_path: Path) -> None:
+    """`-d 4096,4096`, or types of K that are named twice; another run measures what lacks."""
     file = tmp_path / "r.jsonl"
-    found = records.resume("b", groups, measure, file, lambda *_: None, cost=len, force=force)
-    assert measured == [512, 1024] and [rec["samples_ns"] for rec in found] == [[1], [2]]
-
-
-def test_record_needs_samples_and_env() -> None:
-    with pytest.raises(ValueError, match="samples"):
-        records.record("b", {}, "s", samples_ns=[], env={})
-    with pytest.raises(ValueError, match="env"):
-        records.record("b", {}, "s", samples_ns=[1])
+    assert [rec["samples_ns"] for rec in run(file, 512, 1024, 512)] == [[1], [2]]
+    assert [rec["samples_ns"] for rec in run(file, 2048, 512)] == [[3], [1]]
+    assert [rec["samples_ns"] for rec in run(file, 512, 512, force=True)] == [[4]]
+    assert [rec["samples_ns"] for rec in run(file, 512)] == [[4]], "the last counts"
 
 
 @pytest.mark.usefixtures("native_lib_dir")
@@ -178,109 +181,3 @@ def test_environment_says_what_ran_and_names_no_host() -> None:
     assert env["pin"].startswith("llama-cpp-python")
     assert set(env["machine"]) == {"cpu", "cores", "memory_gib", "arch", "system"}
     assert records.machine_name().endswith("-cores")
-
-
-def test_read_reads_every_word() -> None:
-    words = np.random.default_rng(1).integers(0, 2**63, 64 * 1000, dtype=np.uint64)
-    aligned = bandwidth._aligned_ones(words.nbytes)
-    aligned[:] = words
-    got = bandwidth.MemoryReader(1, 1024).function(aligned.ctypes.data, aligned.size)
-    assert got == int(np.bitwise_xor.reduce(words))
-
-
-def test_bandwidth_is_that_of_memory() -> None:
-    reader = bandwidth.MemoryReader(2, 64 << 20)
-    assert 5e8 < max(reader.read() for _ in range(3)) < 2e12  # bytes per second
-
-
-def test_bandwidth_does_not_count_the_start_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that only moves when a thread starts, or reads."""
-    now = [0.0]
-
-    class Slow(threading.Thread):
-        def start(self) -> None:
-            now[0] += 100
-            super().start()
-
-    reader = bandwidth.MemoryReader(3, 512)
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(bandwidth.threading, "Thread", Slow)
-    one = threading.Lock()
-
-    def read(address: int, n_words: int) -> None:
-        with one:
-            now[0] += 1
-
-    reader.function = read
-    assert reader.read() == 3 * 512 / 3
-
-
-@pytest.mark.parametrize("failing", [{1}, {0, 1, 2}])
-def test_a_thread_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, failing: set[int]) -> None:
-    """There is no number then, and nobody waits for it."""
-    made = bandwidth._aligned_ones
-    left = list(range(3))
-
-    def ones(n_bytes: int) -> np.ndarray:
-        if left.pop() in failing:
-            raise MemoryError
-        return made(n_bytes)
-
-    monkeypatch.setattr(bandwidth, "_aligned_ones", ones)
-    with pytest.raises(SparqError, match="with 3 threads: MemoryError"):
-        bandwidth.MemoryReader(3, 512)
-
-
-def test_buffers_take_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "available_memory", lambda: 16 << 30)
-    assert bandwidth.usual_bytes(2) == bandwidth.usual_bytes(16) == 256 << 20
-    assert bandwidth.usual_bytes(64) == 64 << 20
-    assert bandwidth.usual_bytes(512) == 32 << 20
-    assert bandwidth.usual_bytes(17) % 512 == 0
-
-
-@pytest.mark.parametrize(("free", "reading"), [(1 << 30, 8), (16 << 30, 64), (1 << 20, 1)])
-def test_fewer_threads_read_where_memory_is_short(
-    free: int,
-    reading: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    asked = []
-
-    class Reader:
-        def __init__(self, n_threads: int) -> None:
-            asked.append(n_threads)
-
-        def read(self) -> float:
-            return 1e9
-
-    monkeypatch.setattr(bandwidth, "MemoryReader", Reader)
-    monkeypatch.setattr(bandwidth, "available_memory", lambda: free)
-    assert bandwidth.measured(64) == 1e9 and asked == [reading]
-    assert (f"with {reading} of 64 threads" in capsys.readouterr().err) == (reading < 64)
-
-
-@pytest.mark.parametrize(
-    ("n", "wanted"),
-    [
-        (1, [0]),
-        (2, [0, 4]),
-        (4, [0, 2, 4, 6]),
-        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
-        (10, [0, 1, 2, 3, 4, 5, 6, 7, 8, 12]),
-        (18, [*range(16), 0, 4]),
-    ],
-)
-def test_twins_of_a_core_come_last(tmp_path: Path, n: int, wanted: list[int]) -> None:
-    """Two nodes of four cores; the second twins are numbered from 8 on."""
-    for cpu in range(16):
-        folder = tmp_path / f"cpu{cpu}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
-    assert bandwidth.spread_cpus(n, range(16), tmp_path) == wanted
-
-
-def test_cpus_without_topology_are_cores(tmp_path: Path) -> None:
-    assert bandwidth.spread_cpus(2, {3, 5, 7, 9}, tmp_path) == [3, 7]
-    assert bandwidth.spread_cpus(3, {5}, tmp_path) == [5, 5, 5]

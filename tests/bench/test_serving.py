@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from bench_options import given
 from click.testing import CliRunner
 
-from bench import runner
 from bench.users import llama_server, serving
 from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
+from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
 
 DOCUMENT = paths.data("models") / "demo" / "document.txt"
@@ -28,11 +29,9 @@ def test_tokens_count_while_all_reply() -> None:
 
 
 def test_a_reply_that_is_not_sparse_fails() -> None:
-    sparq, dense = (
-        llama_server.cases([parse_spec(x)], model="m", n_slot=1, n_prompt=8, n_gen=5, n_threads=1,
-                      n_rounds=1)[-1]
-        for x in ("sparq,ratio=1/8", "dense")
-    )  # fmt: skip
+    options = given(serving.MEASUREMENT, "-m", str(DOCUMENT), "--text", str(DOCUMENT), "-n", "5")
+    options.specs = [parse_spec("sparq,ratio=1/8"), parse_spec("dense")]
+    *_, sparq, dense = serving.groups(options)[0]
     right = {"sparse_attn": {"steps": 4, "calls_sparse": 8}}
     llama_server.check(sparq, [right])
     llama_server.check(dense, [{"sparse_attn": {"steps": 4, "calls_dense": 8}}])
@@ -49,7 +48,9 @@ def test_all_servers_are_timed(model: Path, tmp_path: Path) -> None:
     args = ["-m", str(model), "--text", str(DOCUMENT), "--slots", "2", "-p", "600", "-n", "128"]
     args += ["-t", "1", "--samples", "2", "--out", str(tmp_path), "-a", "dense"]
     args += ["-a", "sparq,ratio=1/8,min_ctx=0"]
-    done = CliRunner().invoke(runner.command(serving.MEASUREMENT), args, catch_exceptions=False)
+    done = CliRunner().invoke(
+        measurement.command(serving.MEASUREMENT), args, catch_exceptions=False
+    )
     assert done.exit_code == 0
     recs = records.load_all(tmp_path / serving.FILE)
     assert [r["case"]["library"] for r in recs] == ["stock", "stock", "sparq", "sparq"]

@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_options import given
 from click.testing import CliRunner
 
+from bench.users import growth
 from pyorch import engine, paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import attention, bandwidth, output, records, speed
-from pyorch.bench import plan as planning
-from pyorch.bench.plan import Case, SpeedPlan, Synthetic
+from pyorch.bench import bandwidth, records, room
+from pyorch.bench.turns import OFF, Side
 from pyorch.bench.worker import Subject
 from pyorch.cli import cli, models
-from pyorch.cli.bench import command
+from pyorch.cli.bench import attention_time, command, measurement, speed
+from pyorch.cli.bench.speed import SpeedCase
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models import cards, synth
 from pyorch.models.geometry import Geometry
-from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import Windows
 from pyorch.native import probe
 
@@ -58,9 +59,8 @@ def test_numbers_refuse_what_has_no_end_or_meaning(text: str) -> None:
     assert e.value.exit_code == 2
 
 
-Planned = Callable[..., tuple[SpeedPlan, str]]
-OFF = AttentionSpec("off")
-CASE = Case(
+CPU = room.Place()
+CASE = SpeedCase(
     model_filename="m.gguf",
     model_type="m",
     model_size=10,
@@ -78,19 +78,25 @@ CASE = Case(
 )
 
 
-def test_layers_on_a_gpu_are_recorded_where_they_are_given(
-    model: Path, stock: None, tmp_path: Path
+def planned(model: Path, *args: str, **more: Any) -> list[list[SpeedCase]]:
+    """What `sparq-cpp bench` would measure of a model."""
+    options = given(speed.MEASUREMENT, "-m", str(model), "-t", "1", *args, **more)
+    speed.complete(options)
+    return speed.groups(options)
+
+
+def test_where_layers_lie_is_recorded_and_arrives_where_the_model_is_loaded(
+    bench: Callable[..., Any],
 ) -> None:
-    """And arrive where the model is loaded: the tests' library has no GPU, and says so."""
+    """The tests' library has no GPU, and says so."""
     assert "n_gpu_layers" not in records.case_of(CASE)
     assert records.case_of(replace(CASE, n_gpu_layers=0))["n_gpu_layers"] == 0
-    assert "rope" not in records.case_of(CASE)
-    plan = SpeedPlan(models=[model], n_depth=[2048], n_gpu_layers=7)
-    with pytest.raises(SparqError, match="7 layers cannot go to a GPU"):
-        speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
-    plan = SpeedPlan(models=[model], n_depth=[2048], tensor_split=[3, 1])
-    with pytest.raises(SparqError, match="--tensor-split shares layers among machines"):
-        speed.run(plan, tmp_path / "x.jsonl", lambda done, total: None)
+    for args, message in (
+        (["-ngl", "7"], "7 layers cannot go to a GPU"),
+        (["-ts", "3,1"], "--tensor-split shares layers among machines"),
+    ):
+        refused = bench("-d", "2048", *args).exception
+        assert isinstance(refused, SparqError) and message in refused.message
 
 
 def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> None:
@@ -98,53 +104,50 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     path = tmp_path / "m.gguf"
     path.write_bytes(model.read_bytes())
     result = {"ratio": 0.125, "shadow": "q4", "time": "1", "calibrated": {"k_layers": "64:128"}}
-    specs = [parse_spec(s) for s in ("sparq,ratio=1/8,calibrated", "sparq,ratio=1/8")]
-    plan = SpeedPlan(models=[path], specs=specs)
+    args = ["-a", "sparq,ratio=1/8,calibrated", "-a", "sparq,ratio=1/8"]
     with pytest.raises(SparqError, match="not calibrated for ratio 1/8"):
-        list(plan.groups())
+        planned(path, *args)
     found = []
     for k_layers in ("64:128", "64:128", "128:64"):
         result["calibrated"] = {"k_layers": k_layers}
         saved.save(path, result)
-        ((_, group),) = plan.groups()
+        (group,) = planned(path, *args)
         found.append([records.case_of(c) for c in group])
     assert found[0] == found[1] != found[2]
     *others, ours, plain = zip(*found, strict=True)
     assert [c["spec"] for c in ours] == ["sparq,ratio=1/8,budget=calibrated"] * 3
     assert all(c == same[0] and "calibration" not in c for same in (*others, plain) for c in same)
     recs = [dict(record(c, ms=5, kv=10), case=records.case_of(c), run="new") for c in group]
-    assert [r["speedup"] for r in output.rows(recs)] == [1] * 4
+    assert [r["speedup"] for r in speed.rows(recs)] == [1] * 4
     older = [dict(rec, case=case, run="old") for rec, case in zip(recs, found[0], strict=True)]
     assert records.latest(older + recs) == recs
 
 
 def test_keys_of_recorded_cases_stay() -> None:
     """A record that is there already is found again, unless its measurement has a new version."""
-    assert records.version_of(speed.BENCH) == 1, "records are measured again: new keys, below"
-    assert records.key(speed.BENCH, records.case_of(CASE), "s") == "f5a0d1857d4e042a"
-    heads = attention.Case(
-        "llama2-7b", 2, 32, 32, 128, 4096, 1, "sparq", True, AttentionSpec("dense"), 10, 1
-    )
-    assert records.key(attention.BENCH, records.case_of(heads), "s") == "beb95f911c1d5665"
+    assert records.version_of("speed") == 1, "records are measured again: new keys, below"
+    assert records.key("speed", records.case_of(CASE), "s") == "f5a0d1857d4e042a"
+    heads = attention_time.AttentionCase(
+        like="llama2-7b", n_layer=2, n_head=32, n_head_kv=32, head_dim=128, n_depth=4096,
+        n_threads=1, library="sparq", flash_attn=True, spec=AttentionSpec("dense"), n_samples=10,
+    )  # fmt: skip
+    assert records.key("attention", records.case_of(heads), "s") == "beb95f911c1d5665"
     assert records.case_of(replace(heads, numa="isolate"))["numa"] == "isolate"
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("speed", Case),
-        ("growth", Case),
-        ("attention", attention.Case),
-    ],
+    "of",
+    [speed.MEASUREMENT, growth.MEASUREMENT, attention_time.MEASUREMENT],
+    ids=lambda of: of.name,
 )
-def test_committed_cases_are_read_and_written_alike(name: str, kind: type[Case]) -> None:
+def test_committed_cases_are_read_and_written_alike(of: measurement.Measurement) -> None:
     """Their settings of attention are objects in between. Fields that came later may be added. And
     they have the keys by which they are found again."""
-    files = sorted((paths.REPOSITORY / "bench" / "results").glob(f"*/{name}.jsonl"))
+    files = sorted((paths.REPOSITORY / "bench" / "results").glob(f"*/{of.file}"))
     recs = [rec for file in files for rec in records.load_all(file)]
     assert recs
     for rec in recs:
-        case = records.read_case(kind, rec)
+        case = records.read_case(of.case, rec)
         written = records.case_of(case)
         assert isinstance(case.spec, AttentionSpec) and rec["case"].items() <= written.items()
         stamp, version = rec["env"]["stamps"][case.library], rec.get("version", 0)
@@ -154,10 +157,10 @@ def test_committed_cases_are_read_and_written_alike(name: str, kind: type[Case])
 def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
     prompt = replace(CASE, n_gen=0, n_prompt=speed.N_BATCH + 64)
     dense = replace(CASE, spec=parse_spec("dense"))
-    speed.refuse_idle(CASE, {"calls_sparse": 4 * 3 * 2}, 2)
-    speed.refuse_idle(dense, {"calls_dense_op": 4 * 3 * 2}, 2)
-    speed.refuse_idle(prompt, {"groups_sealed": 3 * 2}, 2)
-    speed.refuse_idle(replace(CASE, library="stock", spec=OFF), {}, 0)
+    speed.check_calls(CASE, {"calls_sparse": 4 * 3 * 2}, 2)
+    speed.check_calls(dense, {"calls_dense_op": 4 * 3 * 2}, 2)
+    speed.check_calls(prompt, {"groups_sealed": 3 * 2}, 2)
+    speed.check_calls(replace(CASE, library="stock", spec=OFF), {}, 0)
     for case, counters in (
         (CASE, {}),
         (CASE, {"calls_sparse": 4 * 3 * 2 - 1}),
@@ -166,7 +169,7 @@ def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
         (prompt, {"groups_sealed": 3 * 2 - 1}),
     ):
         with pytest.raises(SparqError, match="not reported"):
-            speed.refuse_idle(case, counters, 2)
+            speed.check_calls(case, counters, 2)
 
 
 def test_a_prompt_of_ours_says_whose_attention_it_is() -> None:
@@ -181,7 +184,7 @@ def test_a_prompt_of_ours_says_whose_attention_it_is() -> None:
     ]
     found = [record(c, ms=5, kv=0) for c in cases]
     found[1]["counters"]["calls_prefill"] = 512
-    assert [output.label(r) for r in output.rows(found)] == [
+    assert [speed.label(r) for r in speed.rows(found)] == [
         "sparq,ratio=1/8, llama.cpp's prefill",
         "topk,ratio=1/8, our prefill",
         "dense, llama.cpp's prefill",
@@ -215,16 +218,16 @@ def test_rows_compare_with_the_faster_stock() -> None:
         record(stock, ms=30, kv=60),
         record(CASE, ms=5, kv=10),
     ]
-    first, second, ours = output.rows(recs)
+    first, second, ours = speed.rows(recs)
     assert (first["speedup"], second["speedup"], ours["speedup"]) == (1, 20 / 30, 4)
     assert ours["roofline_speedup"] == (40 + 60) / (40 + 10)
     assert ours["roofline_share"] == pytest.approx((40 + 10) * 1e6 / 20e9 / 5e-3)
     assert ours["avg_ns"] == 4 * 5e6 and ours["avg_ts"] == pytest.approx(200)
-    assert output.test(ours) == "tg4 @ d2048"
+    assert speed.test(ours) == "tg4 @ d2048"
     assert ours["n_batch"] == ours["n_ubatch"] == 8, "memory is set aside for few tokens at once"
-    (prompt,) = output.rows([record(replace(CASE, n_prompt=64, n_gen=0), ms=5, kv=0)])
+    (prompt,) = speed.rows([record(replace(CASE, n_prompt=64, n_gen=0), ms=5, kv=0)])
     assert prompt["n_batch"] == 512
-    (line,) = (x for x in output.summary(recs).splitlines() if "sparq" in x)
+    (line,) = (x for x in speed.summary(recs).splitlines() if "sparq" in x)
     assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
 
 
@@ -233,7 +236,7 @@ def test_a_table_tells_its_rows_apart() -> None:
     first = record(CASE, ms=5, kv=10)
     second = record(replace(CASE, text="0123", repack=False, numa="distribute"), ms=5, kv=10)
     second["env"] |= {"commit": "d", "dirty": True}
-    for table in (output.markdown, output.summary):
+    for table in (speed.markdown, speed.summary):
         text = table([first, second])
         assert "| positions before | weights | numa |" in text and "GPU" not in text
         read = "a text (ours), random K and V (llama.cpp)"
@@ -253,9 +256,9 @@ def test_a_known_file_has_its_cards_title(
     assert f"| {first} |" in bench("-d", "0", "-a", "off").stdout
 
 
-def record(case: Case, ms: float, kv: int) -> records.Record:
+def record(case: SpeedCase, ms: float, kv: int) -> records.Record:
     return records.record(
-        speed.BENCH,
+        "speed",
         records.case_of(case),
         "s",
         samples_ns=[int(ms * 1e6)] * 12,
@@ -317,7 +320,7 @@ def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) ->
     assert {(r["text"], r["repack"]) for r in lines} == {
         (hashlib.sha256(book.read_bytes().strip()).hexdigest()[:16], False)
     }
-    assert [output.test(r) for r in lines] == ["pp640 @ d1280"] * 3 + ["tg3 @ d1280"] * 3
+    assert [speed.test(r) for r in lines] == ["pp640 @ d1280"] * 3 + ["tg3 @ d1280"] * 3
     assert lines[2]["counters"]["groups_sealed"] >= 2 * 2 * 2
     assert lines[2]["counters"]["calls_prefill"] == 2 * 640 * 2
     assert lines[5]["counters"]["calls_sparse"] == 2 * 3 * 2
@@ -357,7 +360,7 @@ def test_an_empty_text_is_not_random_numbers(bench: Callable[..., Any], tmp_path
 
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
     lines = bench("-d", "0", "-n", "0", "-p", "640", "-o", "jsonl").stdout.splitlines()
-    assert [output.test(json.loads(x)) for x in lines] == ["pp640"] * 3
+    assert [speed.test(json.loads(x)) for x in lines] == ["pp640"] * 3
     spec = "sparq,ratio=1/8,min_ctx=0"
     lines = bench("-d", "0", "-n", "3", "-a", spec, "-o", "jsonl").stdout.splitlines()
     last = json.loads(lines[-1])
@@ -368,91 +371,95 @@ def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
 def test_the_warm_up_fits_where_the_test_fits(bench: Callable[..., Any]) -> None:
     """One token after 254 positions: the context is one block of 256."""
     lines = bench("-d", "254", "-n", "1", "-a", "dense", "-o", "jsonl").stdout.splitlines()
-    assert [output.test(json.loads(x)) for x in lines] == ["tg1 @ d254"] * 3
+    assert [speed.test(json.loads(x)) for x in lines] == ["tg1 @ d254"] * 3
 
 
-def test_bench_refuses_a_sparse_row_that_ran_dense(
+def test_a_sparse_row_that_ran_dense_is_refused(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "resume", lambda *_, **__: pytest.fail("measured"))
-        result = bench("-d", "0,2048")
-    assert isinstance(result.exception, SparqError) and result.exception.exit_code == 2
-    assert "stays dense at 2 positions: not above min_ctx" in result.exception.message
-    result = bench("-d", "1023")  # the warm-up token is taken back: 1,024 is what the first sees
-    assert "stays dense at 1024 positions: not above min_ctx" in result.exception.message
-    monkeypatch.setattr(speed, "check", lambda planned: None)  # as if nobody had known
-    result = bench("-d", "512")
-    assert isinstance(result.exception, SparqError)
-    assert "calls_sparse is 0" in result.exception.message
+    """Before anything is measured, and if nobody had known, afterwards."""
+    for depth in ("0,2048", "1023"):  # a warm-up token is taken back: the first sees 1,024
+        refused = bench("-d", depth).exception
+        assert isinstance(refused, SparqError) and refused.exit_code == 2
+        assert "stays dense at" in refused.message and not [*tmp_path.iterdir()]
+    monkeypatch.setattr(speed, "check", lambda group: None)
+    refused = bench("-d", "512").exception
+    assert isinstance(refused, SparqError) and "calls_sparse is 0" in refused.message
     assert not records.load(tmp_path / "speed.jsonl")
 
 
+def test_a_failing_group_takes_no_other_along(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, the exit code tells, and the next run measures it."""
+    monkeypatch.setattr(speed, "check", lambda group: None)
+    done = bench("-d", "512,2048")
+    assert isinstance(done.exception, SparqError) and done.exception.hint
+    assert "calls_sparse is 0" in done.stderr and "tg3 @ d2048" in done.stdout
+    file = tmp_path / "speed.jsonl"
+    assert {r["case"]["n_depth"] for r in records.load_all(file)} == {2048}
+    assert bench("-d", "512,2048", "-a", "dense").exception is None
+    assert {r["case"]["n_depth"] for r in records.load_all(file)} == {512, 2048}
+
+
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "option"),
     [
-        (["-n", "0", "-d", "64"], "nothing to measure"),
-        (["-fa", "0", "-ctv", "q8_0", "-d", "64"], "without flash attention"),
-        (["--attn-only", "-d", "2048"], "--model has no meaning"),
-        (["-ctk", "q3_K"], "unknown"),
-        (["-fa", "maybe"], "unknown --flash-attn 'maybe'"),
-        (["-t", "600"], "--threads 600 is out of range"),
-        (["-t", "1-1024*2"], "--threads 1024 is out of range"),
-        (["-a", "dense", "--ratio", "1/4"], "--ratio cannot be combined with -a"),
-        (["--like", "llama3-8b"], "--like has no meaning with --model"),
-        (["--layers", "1"], "--layers has no meaning with --model"),
-        (["--quant", "f16"], "--quant has no meaning with --model"),
-        (["--layers", "100000000"], "--layers 100000000 is out of range"),
+        (["-n", "0", "-d", "64"], "-n 0"),
+        (["-fa", "0", "-ctv", "q8_0", "-d", "64"], "q8_0"),
+        (["--attn-only", "-d", "2048"], "--model"),
+        (["-ctk", "q3_K"], "q3_K"),
+        (["-fa", "maybe"], "--flash-attn"),
+        (["-t", "600"], "--threads"),
+        (["-a", "dense", "--ratio", "1/4"], "--ratio"),
+        (["--like", "llama3-8b"], "--like"),
+        (["--layers", "1"], "--layers"),
+        (["--quant", "f16"], "--quant"),
+        (["--layers", "100000000"], "--layers"),
     ],
 )
-def test_bench_refuses_in_one_line(
-    bench: Callable[..., Any], args: list[str], message: str
-) -> None:
+def test_bench_refuses(bench: Callable[..., Any], args: list[str], option: str) -> None:
     result = bench(*args)
     assert isinstance(result.exception, SparqError)
-    assert result.exception.exit_code == 2 and message in result.exception.message
+    assert result.exception.exit_code == 2 and option in result.exception.message
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """What the command would measure, and what it says before."""
-    plans: list[SpeedPlan] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[measurement.Given, str]]:
+    """The options that the command would measure with, and its notes."""
+    runs: list[measurement.Given] = []
+    monkeypatch.setattr(measurement, "run", lambda _, options: runs.append(options))
 
-    def run(plan: SpeedPlan, *_: Any, **__: Any) -> Any:
-        plans.append(plan)
-        raise SparqError("enough")
-
-    monkeypatch.setattr(speed, "run", run)
-
-    def of(*args: str) -> tuple[SpeedPlan, str]:
-        said = CliRunner().invoke(cli, ["bench", "--yes", *args]).output
-        return plans.pop(), said
+    def of(*args: str) -> tuple[measurement.Given, str]:
+        notes = CliRunner().invoke(cli, ["bench", "--yes", *args], catch_exceptions=False).output
+        return runs.pop(), notes
 
     return of
 
 
 def test_threads_are_those_that_the_library_runs(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
+    asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert planned("-t", "1-512*512")[0].threads == [1, 512]
+    assert asked("-t", "1-512*512")[0].n_threads == [1, 512]
     monkeypatch.setattr(probe, "cores", lambda: 768)
-    assert planned()[0].threads == [512]
+    assert asked()[0].n_threads == [512]
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("line", "wanted"),
     [
-        ("on", [True]),
-        ("off", [False]),
-        ("true,disabled,1", [True, False]),
-        ("auto", [False, True]),
-        ("-1", [False, True]),
+        ("-fa on", [True]),
+        ("-fa true,disabled,1", [True, False]),
+        ("-fa 1 -fa 0", [True, False]),
+        ("-fa auto", [False, True]),
+        ("-fa -1", [False, True]),
+        ("", [False, True]),
     ],
 )
 def test_flash_attention_is_named_as_in_llama_bench(
-    planned: Planned, given: str, wanted: list[bool]
+    asked: Callable[..., Any], line: str, wanted: list[bool]
 ) -> None:
-    assert planned("-fa", given)[0].flash_attn == wanted
+    assert asked(*line.split())[0].flash_attn == wanted
 
 
 @pytest.mark.parametrize(
@@ -465,7 +472,7 @@ def test_flash_attention_is_named_as_in_llama_bench(
     ],
 )
 def test_what_the_line_says_displaces_variables(
-    planned: Planned,
+    asked: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     variables: str,
     line: str,
@@ -474,110 +481,74 @@ def test_what_the_line_says_displaces_variables(
 ) -> None:
     for variable in variables.split():
         monkeypatch.setenv(*f"SPARQ_BENCH_{variable}".split("=", 1))
-    plan, _ = planned(*line.split())
-    assert [str(s) for s in plan.specs] == specs
-    assert list(plan.like) == [like] and not plan.models
+    options, _ = asked(*line.split())
+    assert [str(s) for s in options.specs] == specs
+    assert [*options.like] == [like] and not options.models
 
 
-def test_a_stock_row_that_cannot_be_is_noted(planned: Planned) -> None:
-    why = "no stock -fa 0 beside -ctv q8_0: llama.cpp quantises V only with flash attention"
-    assert why in planned("-ctv", "f16,q8_0")[1]
-    assert "no stock" not in planned("-ctv", "bf16")[1] + planned("-ctv", "q8_0", "-fa", "1")[1]
+def test_a_stock_row_that_cannot_be_is_noted(asked: Callable[..., Any]) -> None:
+    assert "no stock -fa 0 beside -ctv q8_0" in asked("-ctv", "f16,q8_0")[1]
+    assert "no stock" not in asked("-ctv", "bf16")[1] + asked("-ctv", "q8_0", "-fa", "1")[1]
+
+
+def test_what_does_not_fit_is_refused_before_it_begins(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(1 << 30))
+    refused = bench("-d", "2048").exception
+    assert isinstance(refused, SparqError) and "3 processes" in refused.message
 
 
 def test_threads_are_charged_for_what_their_buffers_take(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 threads would take 16 GiB where there is plenty, and take a quarter of what is free."""
-    monkeypatch.setattr(speed, "memory_of", lambda *_: (32 << 30, False))
     for module in (speed, bandwidth):
         monkeypatch.setattr(module, "available_memory", lambda: 6 << 30)
-    group = [replace(CASE, library="stock", spec=OFF, n_threads=64), replace(CASE, n_threads=64)]
-    speed._check_memory(group, model)
+    group = [replace(CASE, model=model, n_threads=64, library=x) for x in ("stock", "sparq")]
+    speed.check_memory(group)
     with pytest.raises(SparqError, match=r"only 6.* of memory is available"):
-        speed._check_memory([replace(c, n_depth=1 << 24) for c in group], model)
-
-
-@pytest.mark.parametrize(("rearranges", "repack"), [(True, True), (True, False), (False, True)])
-def test_processes_are_charged_for_weights_of_their_own(
-    model: Path, monkeypatch: pytest.MonkeyPatch, rearranges: bool, repack: bool
-) -> None:
-    types = {t.type.lower() for t in read_gguf(model).tensors} if rearranges else set()
-    monkeypatch.setattr(planning, "rearranged_types", lambda: types)
-    packed: list[bool] = []
-    monkeypatch.setattr(speed, "needs", lambda *args: packed.append(args[5]) or 0)
-    speed._check_memory([replace(CASE, repack=repack)], model)
-    assert packed == [rearranges and repack]
-
-
-def test_bench_says_what_does_not_fit_before_it_begins(
-    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(1 << 30))
-    result = bench("-d", "2048")
-    assert isinstance(result.exception, SparqError)
-    assert "3 processes with 2052 positions" in result.exception.message
-
-
-def test_the_time_left_knows_the_cache_and_the_threads(model: Path) -> None:
-    def cost(**changes: Any) -> int:
-        return planning.cost(model, [replace(CASE, model_size=10**9, **changes)])
-
-    assert cost(n_depth=1 << 20) > cost() > cost(n_threads=2) > cost(n_threads=8)
-    assert cost(n_threads=8) == cost(n_threads=64)
-    assert cost(text="0123") > 2 * cost()
+        speed.check_memory([replace(c, n_depth=1 << 24) for c in group])
 
 
 def test_synthetic_weights_are_written_only_after_asking(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: Planned
-) -> None:
-    monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
-    result = CliRunner().invoke(command, ["--layers", "2"])
-    assert isinstance(result.exception, SparqError)
-    assert "llama2-7b-2-q8_0-v" in result.exception.message
-    assert "(427 MiB)" in result.exception.message and "--yes" in result.exception.hint
-    plan, _ = planned("--layers", "2")
-    ((file, n_bytes),) = plan.to_write().items()
-    assert not file.exists() and n_bytes > 4e8  # asked for, not yet written
-
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"x")
-    assert plan.to_write() == {} and synth.written() == [file]
-    removed = CliRunner().invoke(models.command, ["rm", "synthetic", "--yes"])
-    assert removed.exit_code == 0 and "1 bytes" in removed.output
-    assert not file.exists()
-
-
-def test_layers_that_fit_do_not_depend_on_what_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("SPARQ_CACHE", str(tmp_path))
+    refused = CliRunner().invoke(command, ["--layers", "2"]).exception
+    assert isinstance(refused, SparqError) and "--yes" in refused.hint
+    assert "llama2-7b-2-q8_0-v" in refused.message and "(427 MiB)" in refused.message
+    file = room.Synthetic("llama2-7b", 2, "q8_0").path
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x")
+    assert synth.written() == [file]
+    removed = CliRunner().invoke(models.command, ["rm", "synthetic", "--yes"])
+    assert removed.exit_code == 0 and not file.exists()
+
+
+def test_layers_that_fit_do_not_depend_on_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine plans the same cases; another depth has fewer layers."""
 
-    def layers(plan: SpeedPlan) -> int:
-        ((source, _),) = plan._caches()
-        assert isinstance(source, Synthetic)
-        return source.n_layer
+    def layers(n_depth: int, quant: str = "q8_0", place: room.Place = CPU, n_stock: int = 2) -> int:
+        stock = [Side(library="stock", flash_attn=bool(fa), spec=OFF) for fa in (1, 0)]
+        who = [*stock[:n_stock], CASE]
+        cache = speed.room_for(n_depth, 16), "f16", "f16"
+        return place.fitting("llama2-7b", quant, who, cache)
 
     monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
-    monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
-    monkeypatch.setattr(planning, "rearranged_types", lambda: {"q4_0", "q4_k"})
+    monkeypatch.setattr(room, "of_nodes", lambda *kinds: None)
+    monkeypatch.setattr(room, "rearranged_types", lambda: {"q4_0", "q4_k"})
     for depth, free in ((4096, 1 << 30), (4096, 1 << 40), (131072, 1 << 30)):
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
-        assert layers(SpeedPlan(n_depth=[depth])) == (32 if depth == 4096 else 1)
-
-    monkeypatch.setattr(
-        planning, "of_nodes", lambda *kinds: 12 << 30
-    )  # bound to a part of the memory
-    assert layers(SpeedPlan(n_depth=[4096])) == 8
-    monkeypatch.setattr(planning, "of_nodes", lambda *kinds: None)
-
+        assert layers(depth) == (32 if depth == 4096 else 1)
     # each process has its own copy of weights that llama.cpp rearranges
     for quant, repack, wanted in (("q4_0", True, 16), ("q4_0", False, 32), ("q4_k_m", True, 16)):
-        assert layers(SpeedPlan(quant=quant, repack=repack, n_depth=[4096])) == wanted
-
+        assert layers(4096, quant, room.Place(repack=repack)) == wanted
     # of a GPU: each process has the weights, too
-    plan = SpeedPlan(quant="f16", flash_attn=[True], n_depth=[46080])
-    for gpu_gib, layers_on_gpu, wanted in ((79.6, None, 16), (139.8, None, 32), (139.8, 0, 4)):
+    for gpu_gib, n_gpu_layers, wanted in ((79.6, None, 16), (139.8, None, 32), (139.8, 0, 4)):
         machine = {"memory_gib": 24.0, "gpu": "G", "gpu_gib": gpu_gib}
         monkeypatch.setattr(records, "machine", lambda found=machine: found)
-        assert layers(replace(plan, n_gpu_layers=layers_on_gpu)) == wanted
+        assert layers(46080, "f16", room.Place(n_gpu_layers), 1) == wanted
+    monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
+    monkeypatch.setattr(room, "of_nodes", lambda *kinds: 12 << 30)  # bound to a part of the memory
+    assert layers(4096) == 8

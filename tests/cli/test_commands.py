@@ -28,14 +28,14 @@ import pytest
 import tiny as tiny_of
 from tiny_gguf import write_tiny_gguf
 
-from pyorch import paths, progress
-from pyorch.cli.lengths import prompt_operations
+from pyorch import engine, paths, progress
+from pyorch.attention.spec import AttentionSpec, parse_spec
+from pyorch.cli.summary import why_dense
 from pyorch.engine import library, loading
+from pyorch.engine.chat_template import ChatTemplate
 from pyorch.engine.sparse import AttentionInfo
+from pyorch.errors import SparqError
 from pyorch.models import cards, memory
-from pyorch.models.geometry import geometry
-from pyorch.models.gguf_file import read_gguf
-from pyorch.models.layers import Windows
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -46,73 +46,18 @@ LONG = "".join(random.Random(1).choices("abcdefghij klmnopqrstuvwxyz", k=1760)) 
 SPARSE = ("-a", "sparq,rank=8,topk=64,min_ctx=0")
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The clock of the bars, and all bars behind it."""
-    import rich.progress
-
-    found: list[Any] = [0.0]
-
-    class Bar(rich.progress.Progress):
-        def __init__(self, *columns: Any, **options: Any) -> None:
-            super().__init__(*columns, **options, get_time=lambda: found[0])
-            found.append(self)
-
-    monkeypatch.setattr(rich.progress, "Progress", Bar)
-    return found
-
-
-def test_a_bar_of_slow_steps_knows_the_time_left(now: list[Any]) -> None:
-    """A step of a bench takes a minute or more."""
-    with progress.progress_bar("slow") as update:
-        for done in (1, 2, 3):
-            now[0] += 90
-            update(done, 10)
-        assert now[1].tasks[0].time_remaining == 7 * 90
-
-
-def test_a_bar_of_tokens_tells_their_speed(now: list[Any]) -> None:
-    with progress.progress_bar("reading", of="tokens") as update:
-        for done in (512, 1024, 1536):
-            now[0] += 4
-            update(done, 4096)
-        (task,) = now[1].tasks
-        shown = [c(task).plain for c in now[1].columns if type(c).__name__ != "BarColumn"]
-    assert "1536/4096" in shown and "128 tokens/s" in shown
-
-
 def test_off_a_terminal_a_line_at_each_quarter_has_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was done before, as by an interrupted run, does not count as fast."""
-    now: list[float] = [0.0]
     lines: list[str] = []
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "AFTER_S", -1.0)
     with progress.progress_bar("slow", off_terminal=lines.append) as update:
-        for done in range(5, 11):
-            now[0] += 90
-            update(done, 10)
-    assert lines == ["slow: 50 %", "slow: 80 %, 3 min left", "slow: 100 %"]
-
-
-def test_work_of_unknown_length_is_shown_after_two_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now: list[float] = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.spinner("loading") as turn:
-        turn()
-        assert capsys.readouterr().err == ""
-        now[0] = 3
-        turn()
-        turn()
-    assert capsys.readouterr().err == "sparq-cpp: loading ...\n"
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes it for a terminal
-    monkeypatch.setenv("FORCE_COLOR", "1")  # so do its older versions
-    with progress.spinner("loading") as turn:
-        now[0] = 6
-        turn()
-    assert "loading ..." in capsys.readouterr().err.replace("sparq-cpp: loading", "")
+        for done in (500, 501, 801, 1000):
+            time.sleep(0.01)
+            update(done, 1000)
+    assert [line.partition(" %")[0] for line in lines] == ["slow: 50", "slow: 80", "slow: 100"]
+    assert lines[1].endswith(" s left") and lines[2] == "slow: 100 %"
 
 
 # ---- generate ----
@@ -171,19 +116,11 @@ def test_types_of_cache_and_shadow(run: Run, tiny: Path) -> None:
     assert f32["counters"]["bytes_dense"] == 2 * f16["counters"]["bytes_dense"]
 
 
-def test_a_seed_that_was_drawn_is_told(run: Run, tiny: Path) -> None:
+def test_a_drawn_seed_repeats_the_reply(run: Run, tiny: Path) -> None:
     base = ("generate", "-m", tiny, "-p", "hello", "-n", 12, "--temp", 2, "--min-p", 0, "--json")
     first, other = (json.loads(run(*base).out) for _ in range(2))
     assert first["seed"] != other["seed"] and first["tokens"] != other["tokens"]
     assert json.loads(run(*base, "--seed", first["seed"]).out)["tokens"] == first["tokens"]
-
-
-def test_chat_tells_the_seed_of_each_reply(run: Run, tiny_chat: Path) -> None:
-    base = ("chat", "-m", tiny_chat, "-n", 12, "--temp", 2, "--min-p", 0, "--json")
-    said = [json.loads(x) for x in run(*base, stdin="hello\nhello\n").out.splitlines()]
-    assert said[0]["seed"] != said[1]["seed"]
-    again = json.loads(run(*base, "--seed", said[0]["seed"], stdin="hello\n").out)
-    assert (again["reply"], again["seed"]) == (said[0]["reply"], said[0]["seed"])
 
 
 def test_dense_where_sparse_was_asked_is_told(run: Run, tiny: Path) -> None:
@@ -209,46 +146,27 @@ def test_layers_that_cannot_be_sparse_are_told(
     assert counted == (arch == "gemma2")
 
 
-USAGE = [  # (arguments, what the error names, what the hint names)
-    (["--ratio", "1.5"], "ratio 1.5 ", "1/8"),
-    (["--ratio", "many"], "ratio 'many'", "12.5%"),
-    (["-a", "sparq", "--budget", "ramp"], "--budget would change nothing", "budget=ramp"),
-    (["--attn", "spraq"], "'spraq'", "did you mean sparq?"),
-    (["-a", ""], "unknown method ''", "one of"),
-    (["-a", "", "--ratio", "1/8"], "--ratio would change nothing", "-a sparq"),
-    (
-        ["-a", "sparq,rank=33,topk=64"],
-        "rank 33 is above the model's head size 32",
-        "1 to 32",
-    ),
-    (["--budget", "ramps"], "'ramps'", "did you mean ramp?"),
-    (["-ctk", "f15"], "--cache-type-k 'f15'", "did you mean f16?"),
-    (["--cache-type-v", "q6_K"], "--cache-type-v 'q6_K'", "q8_0"),
-    (["--numa", "on"], "--numa 'on'", "isolate"),
-    (["--ctx", "5000"], "context 5000 is beyond the 4096", "--rope-scaling yarn --rope-scale 2"),
-    (["--rope-scaling", "yarns"], "--rope-scaling 'yarns'", "did you mean yarn?"),
-    (["--rope-scale", "0"], "--rope-scale 0", "at least"),
-    (["--ctx", "0"], "--ctx 0", "at least 1"),
-    (["--threads", "0"], "--threads 0", "at least 1"),
-    (["--threads", "513"], "--threads 513", "at most 512"),
-    (["--ctx", "9999999999"], "--ctx 9999999999", "at most 1000000000"),
-    (["--temp", "-0.1"], "--temp -0.1", "at least 0"),
-    (["--top-p", "1.1"], "--top-p 1.1", "at most 1"),
-    (["--seed", "-3"], "--seed -3", "at least 0"),
-    (["--tokens", "0"], "--tokens 0", "at least 1"),
-    (["-ngl", "-1"], "--n-gpu-layers -1", "at least 0"),
-    (["--frobnicate"], "--frobnicate", "--help"),
-]
+WRONG_USE = {  # arguments -> what the error names
+    "--ratio 1.5": "ratio 1.5 ",
+    "-a sparq --budget ramp": "--budget",
+    "--attn spraq": "'spraq'",
+    "-a sparq,rank=33,topk=64": "rank 33",
+    "--budget ramps": "'ramps'",
+    "-ctk f15": "--cache-type-k 'f15'",
+    "--ctx 5000": "context 5000",
+    "--ctx 0": "--ctx 0",
+    "--threads 513": "--threads 513",
+    "--temp -0.1": "--temp -0.1",
+    "--frobnicate": "--frobnicate",
+}
 
 
-@pytest.mark.parametrize(("args", "named", "hint"), USAGE, ids=[" ".join(u[0]) for u in USAGE])
-def test_wrong_use(run: Run, tiny: Path, args: list[str], named: str, hint: str) -> None:
-    result = run("generate", "-m", tiny, "-p", "x", *args)
-    assert result.code == 2
-    assert result.out == ""
-    lines = result.err.splitlines()
-    assert lines[0].startswith("error: ") and named in lines[0]
-    assert len(lines) == (2 if hint else len(lines)) and hint in lines[-1]
+@pytest.mark.parametrize("line", WRONG_USE)
+def test_wrong_use_is_two_lines(run: Run, tiny: Path, line: str) -> None:
+    result = run("generate", "-m", tiny, "-p", "x", *line.split())
+    error, hint = result.err.splitlines()
+    assert (result.code, result.out) == (2, "")
+    assert error.startswith("error: ") and WRONG_USE[line] in error and hint.startswith("hint: ")
 
 
 def test_layers_on_a_gpu(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -261,14 +179,10 @@ def test_layers_on_a_gpu(run: Run, tiny: Path, tmp_path: Path) -> None:
         ["read", text, "-o", tmp_path / "text.kv", "--plain"],
         ["eval", "repetition", "-n", "1", "--ctx", "512", "--out", tmp_path],
     ):
-        for given, named, hint in (
-            (("-ngl", "7"), "7 layers cannot go to a GPU", "build --cuda"),
-            (("-ts", "3,1"), "--tensor-split shares layers among machines", "--rpc"),
-        ):
-            result = run(*args, "-m", tiny, *given, stdin="x")
+        for option in (("-ngl", "7"), ("-ts", "3,1")):
+            result = run(*args, "-m", tiny, *option, stdin="x")
             assert (result.code, result.out) == (2, ""), (args, result.err)
-            said = result.err.splitlines()
-            assert named in said[-2] and hint in said[-1], (args, said)
+            assert "hint: " in result.err.splitlines()[-1], args
     assert run("generate", "-m", tiny, "-p", "x", "-n", "1", "-ngl", "0").code == 0
 
 
@@ -286,17 +200,17 @@ def test_bad_files(run: Run, tiny: Path, tmp_path: Path, command: str) -> None:
     cut.write_bytes(tiny.read_bytes()[:100_000])
     text.write_text("hello, I am no model")
     extra = ["-p", "x"] if command == "generate" else []
-    for path, said in ((cut, "truncated"), (text, "not a GGUF"), (tmp_path / "no", "no such file")):
+    for path in (cut, text, tmp_path / "no"):
         result = run(command, "-m", path, *extra)
-        assert result.code == 1 and str(path) in result.err and said in result.err
+        assert result.code == 1 and str(path) in result.err
 
 
 def test_memory_and_length(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = run("generate", "-m", tiny, "-p", LONG, "--ctx", 1000)
-    assert long.code == 1 and "the text has 1761 tokens" in long.err and "--ctx" in long.err
+    assert long.code == 1 and "1761 tokens" in long.err and "--ctx" in long.err
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     big = run("generate", "-m", tiny, "-p", "x")
-    assert big.code == 1 and "memory is available" in big.err and "hint:" in big.err
+    assert big.code == 1 and "memory" in big.err and "hint:" in big.err
 
 
 def test_weights_may_exceed_the_memory(
@@ -318,10 +232,7 @@ def test_weights_may_exceed_the_memory(
     monkeypatch.setattr(memory, "weight_bytes", lambda file: 1 << 40)
     monkeypatch.setattr(loading, "weight_bytes", lambda file: 1 << 40)
     large = run(*line)
-    assert large.code == 0 and large.out == whole.out
-    assert "of the weights do not fit into the memory, so a token may read up to 1 TiB" in (
-        large.err
-    )
+    assert large.code == 0 and large.out == whole.out and "1 TiB" in large.err
     assert seen == [True, False]
 
 
@@ -366,8 +277,8 @@ def test_closed_streams(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("-ngl 3", "there are none\nhint: --rpc HOST:PORT"),
-        ("-ts 3,1", "there are none\nhint: --rpc HOST:PORT"),
+        ("-ngl 3", "hint: --rpc HOST:PORT"),
+        ("-ts 3,1", "hint: --rpc HOST:PORT"),
         ("-a sparq,k_layers=64:64:64", "k_layers has 3 entries for 2 layers"),
     ],
 )
@@ -380,7 +291,7 @@ def test_explain(run: Run, tiny: Path) -> None:
     args = ("explain", "-m", tiny, "-a", "sparq,ratio=1/8,mean_v=off", "--ctx", 4096)
     told = run(*args)
     assert told.code == 0 and told.err == ""
-    for piece in ("260 KiB of 2 MiB", "12.7 %", "GB/s, measured", "attention 7.88x", "cache 2 MiB"):
+    for piece in ("260 KiB of 2 MiB", "12.7 %", "attention 7.88x", "cache 2 MiB"):
         assert piece in told.out
     r = json.loads(run(*args, "--json").out)
     assert [(x["rank"], x["topk"], x["local"]) for x in r["layers"]] == [(16, 248, 62)] * 2
@@ -391,13 +302,6 @@ def test_explain(run: Run, tiny: Path) -> None:
     assert r["shadow_memory"] / r["kv_memory"] == 1 / 8 + 1 / 128
     whole = r["weight_bytes_per_token"]
     assert r["speedup_token"] == pytest.approx((whole + (2 << 20)) / (whole + (256 << 10) + ranges))
-
-
-def test_a_token_of_a_prompt_sees_itself_and_those_before_it(tiny: Path) -> None:
-    geo = replace(geometry(read_gguf(tiny)), windows=Windows((64, 0)), n_params=0)  # no weights
-    row = 2 * geo.n_head[0] * (geo.head_dim_k + geo.head_dim_v)
-    wanted = sum(row * min(i, window or i) for window in (64, 0) for i in range(1, 301))
-    assert prompt_operations(geo, 300) == pytest.approx(wanted, rel=0.01)
 
 
 def test_explain_says_which_lengths_fit(
@@ -411,27 +315,9 @@ def test_explain_says_which_lengths_fit(
     assert long["memory"] - short["memory"] == pytest.approx(
         (2**20 - 2**13) * per_position, rel=0.02
     )
-    assert long["token_s_dense"] > 2 * long["token_s"]
-    # a text that is eight times as long: weights eight times, attention 64 times
-    assert 8 < by[1048576]["read_s"] / by[131072]["read_s"] < 64.1
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(100 << 20))
-    said = run(*args).out
-    assert "100 MiB of memory free" in said
-    rows = [line for line in said.splitlines() if " about " in line]
-    assert [("does not fit" in line) for line in rows] == [False] * 4 + [
-        True
-    ] * 2  # from its own 4096 on
-
-
-def test_a_synthetic_model_has_as_many_layers_as_llama_cpp_takes(run: Run) -> None:
-    result = run("bench", "--layers", 100_000_000)
-    assert result.code == 2 and "--layers 100000000 is out of range" in result.err
-
-
-def test_a_home_folder_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARQ_CACHE", "~nouser/x")
-    result = run("doctor")
-    assert result.code == 1 and "~nouser/x: no home folder" in result.err
+    fits = [x["fits"] for x in json.loads(run(*args, "--json").out)["lengths"]]
+    assert fits == [True] * 4 + [False] * 2  # from its own 4096 on
 
 
 def test_explain_does_not_load_the_library(tiny: Path) -> None:
@@ -492,9 +378,6 @@ def test_chat_through_a_pipe(run: Run, tiny_chat: Path) -> None:
 
 
 def test_chat_uses_the_models_template(tiny_chat: Path, tiny: Path) -> None:
-    from pyorch import engine
-    from pyorch.engine.chat_template import ChatTemplate
-
     messages = [{"role": "user", "content": "hi"}]
     with engine.load(tiny_chat, n_threads=1) as s:
         template = ChatTemplate(s)
@@ -513,14 +396,8 @@ def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     script += f"again\n/help\n/save {file}\n/exit\nnever read\n"
     result = run("chat", "-m", tiny_chat, "-n", 4, "--system", "be brief", stdin=script)
     assert result.code == 0
-    for said in (
-        "attention sparq,ratio=1/4",
-        "attention dense",
-        "/save FILE",
-        "talk.json",
-        "6 tokens",
-    ):
-        assert said in result.err
+    for text in ("attention sparq,ratio=1/4", "attention dense", "/save FILE", "6 tokens"):
+        assert text in result.err
     messages = json.loads(file.read_text())["messages"]
     assert [m["role"] for m in messages] == ["system"] + ["user", "assistant"] * 2
     assert [m["content"] for m in messages[1::2]] == ["hello", "a text\n\nagain"]
@@ -539,35 +416,16 @@ def test_chat_says_once_that_short_contexts_are_exact(run: Run, tiny_chat: Path)
     assert result.err.count("note: attention was exact throughout: up to min_ctx 1024") == 1
 
 
-def test_nothing_decoded_has_no_speed() -> None:
-    from pyorch.cli.summary import Summary
-    from pyorch.engine import Timings
-
-    assert Summary(Timings(5, 1.0), None).line() == "prefill 5 tokens in 1.00 s"
-
-
 def of_prompts(**counters: int) -> AttentionInfo:
     layers: list[Any] = [{"il": 0, "state": "sparse", "reason": ""}]
     return AttentionInfo("dense", True, "", "dense", 1, 1, 0, "q4", layers, counters, {})
 
 
-def test_a_sparse_prompt_says_what_it_read() -> None:
-    from pyorch.cli.summary import Summary
-    from pyorch.engine import Timings
-
-    info = of_prompts(prompt_visible=1000, prompt_read=250)
-    said = Summary(Timings(5, 1.0), info).line()
-    assert said == "prefill 5 tokens in 1.00 s (25 % of the positions before them read)"
-
-
 @pytest.mark.parametrize(("n_fast", "n_read", "told"), [(0, 600, 1), (9, 600, 0), (0, 30, 0)])
 def test_a_sparse_prompt_that_was_not_fast_is_told(n_fast: int, n_read: int, told: bool) -> None:
-    from pyorch.attention.spec import parse_spec
-    from pyorch.cli.summary import why_dense
-
-    info = of_prompts(blocks_fast=n_fast, calls_prefill=n_read)
-    why = why_dense(parse_spec("dense,prompt=sparse"), info)
-    assert ("prompts are read in f32" in why) == bool(told)
+    counters = {"blocks_fast": n_fast, "calls_prefill": n_read}
+    info = AttentionInfo("dense", True, "", "dense", n_layer=1, counters=counters)
+    assert bool(why_dense(parse_spec("dense,prompt=sparse"), info)) == bool(told)
     assert not why_dense(parse_spec("dense"), info)
 
 
@@ -588,61 +446,54 @@ def test_ratio_keeps_the_other_settings_past_dense(run: Run, tiny_chat: Path) ->
     assert said == ["attention dense", spec.format(4), "attention dense", spec.format(2)]
 
 
-def test_what_was_read_outlives_a_message_that_is_dropped(
-    run: Run, tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_read_outlives_a_message_without_a_reply(
+    tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    from pyorch.cli import chat
-
-    (tmp_path / "text.txt").write_text("a text")
-    stops = iter([True, False, False])  # in the first message only
-    monkeypatch.setattr(chat, "_interruptible", lambda _: nullcontext(partial(bool, next(stops))))
-    script = f"/read {tmp_path}/text.txt\none\ntwo\nthree\n/save {tmp_path}/talk.json\n"
-    result = run("chat", "-m", tiny_chat, "-n", 4, stdin=script)
-    assert result.code == 0 and "the message is dropped" in result.err
-    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
-    asked = [m["content"] for m in messages if m["role"] == "user"]
-    assert asked == ["a text\n\ntwo", "three"] and len(messages) == 4
-
-
-def test_what_was_read_outlives_a_reply_that_fails(
-    tiny_chat: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Stopped while it is read, or refused; and then it is still kept."""
     from pyorch import engine
-    from pyorch.attention.spec import AttentionSpec
-    from pyorch.cli import chat
-    from pyorch.engine.chat_template import ChatTemplate
-    from pyorch.errors import SparqError
+    from pyorch.cli import chat, chat_documents
 
-    def fails(*_: object) -> None:
-        raise SparqError("no")
-
-    monkeypatch.setattr(chat, "_stream", fails)
+    kept = tmp_path / "texts"
+    monkeypatch.setattr(paths, "kept_texts", lambda: kept)
+    (tmp_path / "text.txt").write_text("a text of some length " * 60)
     with engine.load(tiny_chat, n_threads=1) as s:
         own = chat.Chat(s, ChatTemplate(s), AttentionSpec(), engine.Sampling(), 4, True, False)
-        own.text = "a text\n\n"
-        with pytest.raises(SparqError):
-            chat._reply(own, "one")
-    assert (own.text, own.read, own.messages) == ("a text\n\n", [], [])
+        chat_documents.read(own, tmp_path / "text.txt")
+        text = own.text
+        with monkeypatch.context() as m:
+            if fails:
+                m.setattr("pyorch.engine.generation.prefill", refuse)
+                with pytest.raises(SparqError):
+                    chat._reply(own, "one")
+            else:
+                m.setattr(chat, "_interruptible", lambda _: nullcontext(lambda: True))
+                chat._reply(own, "one")
+        assert (own.text, own.read, own.messages) == (text, [], [])
+        assert not kept.exists()
+        chat._reply(own, "two")
+    assert own.messages[0]["content"] == text + "two" and len(list(kept.iterdir())) == 1
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise SparqError("no")
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "said"),
+    ("line", "code", "name"),
     [
         ("/ratio 9", 2, "ratio 9"),
-        ("/frob", 2, "unknown command /frob"),
-        ("/etc/hosts is a file", 2, "to send it as a message, begin with //etc/hosts"),
-        ("/save", 2, "file name"),
-        ("/ratio", 2, "hint: /ratio 1/4"),
-        ("/read", 2, "file name"),
-        ("/read /none", 1, "/none: No such file"),
-        ("/read a\0b", 2, "the command contains NUL bytes"),
-        ("/save /none/x.json", 2, "there is no folder /none"),
-        (LONG * 3, 1, "context has 4096"),
+        ("/etc/hosts is a file", 2, "/etc/hosts"),
+        ("/save", 2, "/save"),
+        ("/read /none", 1, "/none"),
+        ("/read a\0b", 2, "NUL"),
+        ("/save /none/x.json", 2, "/none"),
+        (LONG * 3, 1, "context"),
     ],
 )
-def test_chat_errors(run: Run, tiny_chat: Path, line: str, code: int, said: str) -> None:
+def test_chat_errors(run: Run, tiny_chat: Path, line: str, code: int, name: str) -> None:
     result = run("chat", "-m", tiny_chat, "-n", 4, stdin=line + "\n")
-    assert result.code == code and said in result.err and "hint:" in result.err
+    assert result.code == code and name in result.err and "hint:" in result.err
 
 
 def test_a_message_that_begins_with_a_slash(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
@@ -653,44 +504,14 @@ def test_a_message_that_begins_with_a_slash(run: Run, tiny_chat: Path, tmp_path:
     assert asked == ["/etc/hosts is a file", "/ and more"]  # no command begins with "/ "
 
 
-def test_a_missing_pre_tokenizer_is_said_once(run: Run, demo_model: Path, tmp_path: Path) -> None:
-    (model := tmp_path / "old.gguf").write_bytes(
-        demo_model.read_bytes().replace(b"tokenizer.ggml.pre", b"tokenizer.ggml.old")
-    )
-    for args, stdin in ((("generate", "-p", "x", "-n", 1), ""), (("chat", "-n", 1), "x\n")):
-        done = run(*args, "-m", model, stdin=stdin)
-        assert done.code == 0 and done.err.count("old.gguf names no pre-tokenizer") == 1
-        assert "pre-tokenizer" not in run(*args, "-m", demo_model, stdin=stdin).err
-
-
-def test_nothing_is_kept_that_was_read_in_two_ways(
-    run: Run, tiny_chat: Path, tmp_path: Path
-) -> None:
-    """The name of what /read keeps says how prompts are read."""
-    (tmp_path / "t.txt").write_text("a text to keep " * 100)
-    ask = ("chat", "-m", tiny_chat, "-n", 1, "-c", 4096, "-a", "sparq,rank=8,topk=64,prompt=f32")
-    script = f"/read {tmp_path}/t.txt\nhello\n"
-    done = run(*ask, stdin="/dense\n" + script)
-    assert done.code == 0 and "so /read keeps nothing" in done.err
-    assert not paths.kept_texts().exists()
-    assert run(*ask, stdin="/ratio 1/4\n" + script).code == 0
-    assert len(list(paths.kept_texts().iterdir())) == 1
-
-
-def test_chat_resume_errors(run: Run, tiny: Path, tiny_chat: Path, tmp_path: Path) -> None:
+def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     parts = '{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}'
     role = '{"messages": [{"role": "tool", "content": "42"}]}'  # a transcript has no name for it
-    for model, content, said in (
-        *(
-            (tiny_chat, x, "not a saved conversation")
-            for x in ("{", "[]", '{"messages": [1]}', parts)
-        ),
-        (tiny, role, "a message has the role 'tool'"),
-    ):
+    for content in ("{", "[]", '{"messages": [1]}', parts, role):
         bad.write_text(content)
-        result = run("chat", "-m", model, "--resume", bad, stdin="x\n")
-        assert result.code == 1 and said in result.err
+        result = run("chat", "-m", tiny_chat, "--resume", bad, stdin="x\n")
+        assert result.code == 1 and "not a saved conversation" in result.err
 
 
 def test_chat_drops_the_oldest_when_full(run: Run, tiny_chat: Path) -> None:
@@ -714,7 +535,6 @@ def test_chat_keeps_what_was_read(run: Run, demo_model: Path, tmp_path: Path) ->
     first, *others = [json.loads(line) for line in result.out.splitlines()]
     assert first["finish"] == "context" and "the context is full (512" in result.err  # nothing read
     assert [r["finish"] for r in others] == ["length"] * 6
-    assert "what was read has to stay; -n allows more tokens" in result.err
     assert "oldest messages were dropped" in result.err
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [m["content"].startswith(text) for m in messages[:2]] == [True, False]

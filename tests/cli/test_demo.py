@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
 
-Pairs = list[demo.Pair]
+Pair = tuple[demo.Run, demo.Run]  # dense and sparse
+Pairs = list[Pair]
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_both_completions_are_those_of_the_story(run: Run, toy: Path, found: Pai
     check(pair)
     assert n_decoded(pair) == demo.N_TOKENS - 1  # the first follows from the prompt
     ((_, _, rest),) = demo.FACTS
-    for which in (pair.dense, pair.sparse):
+    for which in pair:
         assert len(which.text) > 40 and rest.startswith(which.text.strip())
     n_calls = 5 * n_decoded(pair)
     for piece in ("llama.cpp", "sparq,ratio=1/8", "time per token", f"{n_calls} of {n_calls}"):
@@ -73,14 +74,14 @@ def n_read(out: str) -> int:
     return int(re.findall(r"(\d+) tokens, read in", out)[0])
 
 
-def n_decoded(pair: demo.Pair) -> int:
-    return len(pair.sparse.summary.timings.decode_s)
+def n_decoded(pair: Pair) -> int:
+    return len(pair[1].summary.timings.decode_s)
 
 
-def check(pair: demo.Pair) -> None:
+def check(pair: Pair) -> None:
     """Every decoded token was sparse in all layers and read an eighth; dense is llama.cpp's."""
-    info = pair.sparse.summary.info
-    assert info and pair.dense.summary.info is None and info.sparse_share == 1
+    info = pair[1].summary.info
+    assert info and pair[0].summary.info is None and info.sparse_share == 1
     assert info.counter("calls_sparse") == n_decoded(pair) * info.n_layer
     read, full = info.bytes_per_token
     assert read / full == pytest.approx(1 / 8, rel=0.1)
@@ -91,7 +92,7 @@ def test_the_real_model(run: Run, found: Pairs) -> None:
     """It completes both sentences. Run where its file is, and in CI, which downloads it."""
     package = cards.load(demo.MODEL).package
     assert package
-    if not wheel.file_of(package).path and not os.environ.get("CI"):
+    if not wheel.path_of(package).is_file() and not os.environ.get("CI"):
         pytest.skip(f"{package.file} is not here: sparq-cpp pull {demo.MODEL}")
     result = run("demo", "--yes")
     assert result.code == 0, result.err
@@ -100,7 +101,7 @@ def test_the_real_model(run: Run, found: Pairs) -> None:
     for pair, (_, _, rest) in zip(found, demo.FACTS, strict=True):
         check(pair)
         words = re.findall(r"\w+", rest)
-        for which in (pair.dense, pair.sparse):
+        for which in pair:
             assert re.findall(r"\w+", which.text)[: len(words)] == words
 
 

@@ -118,17 +118,15 @@ def test_several_documents(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
 
 
 def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
-    assert "nothing is kept" in run("documents").err
     nowhere = run("documents", "list", text.parent / "nowhere")
-    assert (nowhere.code, nowhere.out) == (1, "") and "no such folder" in nowhere.err
+    assert (nowhere.code, nowhere.out) == (1, "") and "nowhere" in nowhere.err
     assert run("read", text, "-m", tiny_chat).code == 0
     again = run("read", text, "-m", tiny_chat)
-    assert again.code == 2 and "exists already" in again.err and "--force" in again.err
+    assert again.code == 2 and "--force" in again.err
     path = paths.documents() / "story.kv"
     (paths.documents() / "bad.kv").write_bytes(b"x" * 70_000)
     listed = run("documents")
-    assert "story" in listed.out and tiny_chat.name in listed.out
-    assert "bad.kv: not a document" in listed.err
+    assert "story" in listed.out and tiny_chat.name in listed.out and "bad.kv" in listed.err
     told = json.loads(run("documents", "list", "--json").out)
     assert [d["name"] for d in told["documents"]] == ["story"]
     assert "q4" in run("documents", "show", "story").out
@@ -148,40 +146,34 @@ def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "name"),
     [
-        (["read", "nowhere.txt", "-m", "MODEL"], 1, "nowhere.txt: No such file"),
-        (["read", "-", "-m", "MODEL"], 1, "there is no text"),
-        (["read", "TEXT", "-m", "MODEL", "--plain", "--system", "x"], 2, "no system message"),
-        (["read", "TEXT", "-m", "MODEL", "-o", "/nowhere/x.kv"], 2, "there is no folder"),
-        (["chat", "-m", "MODEL", "--document", "none"], 1, "none: no such document"),
-        (["chat", "-m", "MODEL", "--document", "TEXT"], 1, "not a document"),
-        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "cannot be combined"),
-        (
-            ["generate", "-m", "MODEL", "-p", "x", "--document", "a", "--document", "b"],
-            2,
-            "takes one --document",
-        ),
+        (["read", "nowhere.txt", "-m", "MODEL"], 1, "nowhere.txt"),
+        (["read", "-", "-m", "MODEL"], 1, "no text"),
+        (["read", "TEXT", "-m", "MODEL", "--plain", "--system", "x"], 2, "--system"),
+        (["read", "TEXT", "-m", "MODEL", "-o", "/nowhere/x.kv"], 2, "/nowhere"),
+        (["chat", "-m", "MODEL", "--document", "none"], 1, "none"),
+        (["chat", "-m", "MODEL", "--document", "TEXT"], 1, "story.txt"),
+        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "--resume"),
+        (["generate", "-m", "MODEL", "-p", "x", *["--document", "a"] * 2], 2, "--document"),
     ],
 )
 def test_errors(
-    run: Run, tiny_chat: Path, text: Path, words: list[str], code: int, said: str
+    run: Run, tiny_chat: Path, text: Path, words: list[str], code: int, name: str
 ) -> None:
-    line = [{"MODEL": str(tiny_chat), "TEXT": str(text)}.get(w, w) for w in words]
-    done = run(*line)
-    assert done.code == code, done.err
-    assert said in done.err and done.err.count("error:") == 1
+    done = run(*[{"MODEL": tiny_chat, "TEXT": text}.get(w, w) for w in words])
+    assert (done.code, done.err.count("error:")) == (code, 1) and name in done.err
 
 
 def test_a_document_for_something_else(run: Run, tiny: Path, tiny_chat: Path, text: Path) -> None:
     assert run("read", text, "-m", tiny_chat, "--plain").code == 0
     done = run("chat", "-m", tiny_chat, "--document", "story", stdin="hi\n")
-    assert done.code == 1 and "not read for a chat" in done.err
+    assert done.code == 1 and "chat" in done.err and "hint:" in done.err
     done = run("generate", "-m", tiny, "--document", "story", "-p", "x")
-    assert done.code == 1 and f"read by another model, {tiny_chat.name}" in done.err
+    assert done.code == 1 and tiny_chat.name in done.err
     assert run("read", text, "-m", tiny_chat, "--system", "a", "--force").code == 0
     done = run("chat", "-m", tiny_chat, "--document", "story", "--system", "b", stdin="hi\n")
-    assert done.code == 2 and "another system message" in done.err
+    assert done.code == 2 and "--system" in done.err
 
 
 def test_the_types_of_the_document_are_taken(run: Run, tiny_chat: Path, text: Path) -> None:
@@ -249,7 +241,7 @@ def test_texts_before_a_message_follow_each_other(
     assert len(document_file.known(paths.kept_texts())) == 1  # the first, as ever
     script = f"/read {text}\n" * 3
     done = run(*ask, stdin=script)
-    assert done.code == 1 and "story.txt with what comes before it has 5" in done.err
+    assert done.code == 1 and "hint:" in done.err
 
 
 def test_a_saved_conversation_goes_on_at_once(run: Run, tiny_chat: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,11 +31,9 @@ from pyorch.cli import serve
 from pyorch.cli.options import LoadOptions
 from pyorch.cli.serve import Account
 from pyorch.engine.settings import settings_for
-from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import weight_bytes
-from pyorch.native import build
 
 STANDIN = """
 import json, os, signal, sys, time
@@ -208,9 +206,9 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert foreign == ["SPARQ_PROMPT_ON_CPU"]
     assert "--no-cache-idle-slots" not in argv, "there is no document"
     first, ready, account = running.said.splitlines()
-    assert first == "tiny.gguf, attention sparq,ratio=1/8, 2048 positions in each of 3 slots"
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1 is ready; Ctrl-C ends it", ready)
-    assert account == "12 tokens decoded, 95.0 % of their attention calls sparse"
+    assert "sparq,ratio=1/8, 2048 positions" in first
+    assert re.match(r"http://127\.0\.0\.1:\d+/v1 ", ready)
+    assert "12 tokens" in account and "95.0 %" in account
 
 
 @pytest.mark.parametrize(
@@ -225,7 +223,7 @@ def test_a_model_has_one_name(
         running.until_ready()
         argv = standin.started()["argv"]
         assert running.end() == 0
-    assert after(argv, "--alias") == alias and f"know this model as {alias}\n" in running.said
+    assert after(argv, "--alias") == alias
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -264,7 +262,7 @@ def test_one_that_does_not_end_is_killed(standin: Any) -> None:
         running.until_ready()
         pid = standin.started()["pid"]
         assert running.end() == 0
-    assert "did not end in 0 s, and was killed" in running.said and gone(pid)
+    assert "was killed" in running.said and gone(pid)
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="there is no prctl")
@@ -284,27 +282,21 @@ def test_its_death_is_one_line(standin: Any) -> None:
     with standin("broken") as running:
         assert running.rest() == 1
     error, hint = running.said.splitlines()
-    reason = "llama_model_load: error loading model: tensor 'x' has a wrong shape"
-    assert error == f"error: llama-server ended by itself: {reason}" and "-v" in hint
+    assert error.endswith("tensor 'x' has a wrong shape") and "-v" in hint
     with standin("") as running:
         running.until_ready()
         os.kill(standin.started()["pid"], signal.SIGKILL)
         assert running.rest() == 1
-    assert running.said.splitlines()[2] == "error: llama-server was killed"
+    assert running.said.splitlines()[2].startswith("error: ")
 
 
-def test_nothing_sparse_is_said(standin: Any) -> None:
+def test_replies_that_were_all_exact_are_told(standin: Any) -> None:
     left = NEVER + ", 4 left to llama.cpp (a sliding window)"
-    for calls, why in ((NEVER, "up to min_ctx 1024"), (left, "throughout: a sliding window")):
-        with standin("", "--ratio", "1/8", calls=calls) as running:
-            running.until_ready()
+    for calls, why in ((NEVER, "min_ctx 1024"), (left, "a sliding window")):
+        with standin("", "--ratio", "1/8", "--ctx", 512, calls=calls) as running:
+            assert "exact at 512 positions" in running.until_ready().said
             assert running.end() == 0
-        assert why in running.said and " 0.0 % of their" in running.said
-
-
-def test_what_stays_exact_is_said_before(standin: Any) -> None:
-    with standin("", "--ratio", "1/8", "--ctx", 512) as running:
-        assert "exact at 512 positions: not above min_ctx" in running.until_ready().said
+        assert why in running.said.rpartition("is ready")[2] and " 0.0 % of" in running.said
 
 
 @pytest.mark.parametrize("more", ["--lora x.gguf", "--lora-scaled x.gguf:0.5"])
@@ -318,37 +310,23 @@ def test_earlier_prompts_are_not_kept_beside_adapters(standin: Any, more: str) -
     assert int(after(standin.started()["argv"], "--cache-ram")) > 0
 
 
-def test_an_account_without_replies_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    account = Account()
-    account.read(NEVER)
-    account.say(serve.AttentionSpec("sparq", ratio=0.125))
-    assert capsys.readouterr().err == ""
-
-
 # ---- what is refused before it starts ----
 
 
 def test_a_port_in_use(run: Callable[..., Any], tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = run("serve", "-m", tiny, "--port", other.getsockname()[1])
-    assert result.code == 1 and "cannot listen on 127.0.0.1:" in result.err
-    assert result.err.endswith("hint: another program listens there: --port 0 takes a free one\n")
+    assert result.code == 1 and "127.0.0.1:" in result.err and "--port 0" in result.err
     result = run("serve", "-m", tiny, "--host", "256.1.1.1")
-    assert result.code == 1 and "an address of this machine" in result.err
+    assert result.code == 1 and "256.1.1.1" in result.err and "hint:" in result.err
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_other_machines_need_a_key(run: Callable[..., Any], tiny: Path, host: str) -> None:
     result = run("serve", "-m", tiny, "--host", host)
     error, hint = result.err.splitlines()
-    assert result.code == 2 and f"--host {host} would let other machines in" in error
+    assert result.code == 2 and f"--host {host}" in error
     assert "--api-key-file" in hint and "--insecure" in hint
-
-
-def test_an_open_door_is_said(standin: Any) -> None:
-    with standin("", "--host", "0.0.0.0", "--insecure") as running:
-        running.until_ready()
-    assert running.said.startswith("note: whoever reaches this address can use it\n")
 
 
 def test_keys_come_in_a_file(run: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
@@ -356,64 +334,38 @@ def test_keys_come_in_a_file(run: Callable[..., Any], tiny: Path, tmp_path: Path
     line = ("serve", "-m", tiny, "--port", 0, "--api-key-file", keys)
     result = run(*line)
     assert result.code == 1 and "keys: No such file" in result.err
-    for text, wrong in (
-        ("", "holds no key"),
-        ("# none\n\n", "holds no key"),
-        ("k\r\n", "a blank"),
-        ("\ufeffk\n", "byte order mark"),
-    ):
+    for text in ("", "# none\n\n", "k\r\n", "\ufeffk\n"):
         keys.write_bytes(text.encode())
         result = run(*line)
-        assert result.code == 1 and wrong in result.err and len(result.err.splitlines()) == 2
+        assert result.code == 1 and str(keys) in result.err and len(result.err.splitlines()) == 2
     result = run("serve", "-m", tiny, "--api-key", "secret")
     assert result.code == 2 and "--api-key-file" in result.err
     assert "secret" not in result.err
 
 
-def test_others_that_can_read_the_keys(standin: Any, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("k")
-    keys.chmod(0o644)
-    with standin("", "--api-key-file", keys) as running:
-        running.until_ready()
-    assert running.said.startswith("note: others on this machine can read ")
-
-
 @pytest.mark.parametrize(
     ("more", "ours"),
     [
-        ("-m x", "-m SPEC"),
         ("--gpt-oss-20b-default", "-m SPEC"),
         ("--metrics --host 0.0.0.0", "--host"),
-        ("--port 1", "--port"),
         ("--api_key secret", "--api-key-file"),
         ("--api-key=secret", "--api-key-file"),
-        ("--sparse-attn off", "-a SPEC"),
-        ("-c 9", "--ctx"),
         ("-kvu", "--ctx"),
-        ("-np 9", "--parallel"),
     ],
 )
 def test_our_options_are_not_for_after(
     run: Callable[..., Any], tiny: Path, more: str, ours: str
 ) -> None:
     result = run("serve", "-m", tiny, "--", *more.split())
-    error, hint = result.err.splitlines()
-    assert result.code == 2 and "after -- would contradict ours" in error
-    assert hint.startswith(f"hint: use {ours}") and "secret" not in result.err
+    _, hint = result.err.splitlines()
+    assert result.code == 2 and ours in hint and "secret" not in result.err
 
 
-def test_a_stray_word(run: Callable[..., Any], tiny: Path) -> None:
-    result = run("serve", "-m", tiny, "8000")
-    assert result.code == 2 and "no argument '8000'" in result.err and "--" in result.err
-
-
-def test_an_option_of_theirs_before_the_dashes(run: Callable[..., Any], tiny: Path) -> None:
-    result = run("serve", "-m", tiny, "--chat-template-file", "t.jinja")
-    said, *_ = result.err.splitlines()  # click puts the name in quotes or after a colon
-    assert result.code == 2
-    assert said.startswith("error: No such option") and "--chat-template-file" in said
-    assert result.err.endswith("sparq-cpp serve ... -- --chat-template-file\n")
+def test_options_of_theirs_stand_after_the_dashes(run: Callable[..., Any], tiny: Path) -> None:
+    for word in ("8000", "--chat-template-file"):
+        result = run("serve", "-m", tiny, word)
+        error, hint = result.err.splitlines()
+        assert result.code == 2 and word in error and " -- " in hint
 
 
 def test_slots_count_for_the_memory(
@@ -422,7 +374,7 @@ def test_slots_count_for_the_memory(
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(6 << 20))  # one slot of 2 MiB fits, four do not
     result = run("serve", "-m", tiny, "--ctx", 4096)
     assert result.code == 1 and "of memory is available" in result.err
-    assert "lower --parallel or --ctx" in result.err
+    assert "--parallel" in result.err
 
 
 def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Path) -> None:
@@ -444,30 +396,13 @@ def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Pa
         assert running.rest() == 1 and "for the cache" in running.said
 
 
-def test_it_is_built_when_first_needed(
-    run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked_for = []
-
-    def build_it(options: object, tools: tuple[str, ...]) -> Path:
-        asked_for.append(tools)
-        raise SparqError("enough")
-
-    monkeypatch.setattr(native, "find", lambda stock=False, tools=(): None if tools else Path())
-    monkeypatch.setattr(build, "working", lambda options: options)
-    monkeypatch.setattr(build, "build", build_it)
-    result = run("serve", "-m", tiny, "--port", "0")
-    assert result.code == 1 and asked_for == [("llama-server",)]
-    assert result.err.startswith("sparq-cpp: llama-server is not built yet for these sources;")
-
-
 @pytest.mark.usefixtures("native_lib_dir")
 def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(native, "built", lambda **_: Path())
     result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")
-    assert result.code == 2 and "7 layers cannot go to a GPU" in result.err
+    assert result.code == 2 and "7 layers" in result.err
     result = run("serve", "-m", tiny, "--port", "0", "-ts", "3,1")
-    assert result.code == 2 and "--tensor-split shares layers" in result.err
+    assert result.code == 2 and "--tensor-split" in result.err
 
 
 def test_a_document_in_other_types_is_refused(
@@ -479,10 +414,8 @@ def test_a_document_in_other_types_is_refused(
     assert done.code == 0, done.err
     monkeypatch.setattr(native, "built", lambda **_: Path())
     result = run("serve", "-m", tiny, "--port", 0, "--document", out, "-ctk", "q8_0")
-    assert (
-        result.code == 1 and "it has K and V in f16/f16, and the context in q8_0/f16" in result.err
-    )
-    assert "hint: --cache-type-k f16 --cache-type-v f16, as then" in result.err
+    assert result.code == 1 and "f16/f16" in result.err and "q8_0/f16" in result.err
+    assert "hint: --cache-type-k f16" in result.err
 
 
 # ---- the real one ----
@@ -531,21 +464,6 @@ def test_a_wrong_key(server: Running, key: str) -> None:
     assert asked(server.url.removesuffix("/v1") + "/health", None, "") == {"status": "ok"}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{no json",
-        b"\xff",
-        b"[]",
-        b'{"prompt": {"a": 1}}',
-        b'{"prompt": "x", "max_tokens": "many"}',
-    ],
-)
-def test_a_body_that_is_wrong(server: Running, body: bytes) -> None:
-    code, text = refused(f"{server.url}/completions", body)
-    assert 400 <= code < 500 and json.loads(text)["error"]["message"]
-
-
 def test_what_is_closed(server: Running) -> None:
     """Neither what others ask nor settings nor tools, and no web page elsewhere reads replies."""
     base = server.url.removesuffix("/v1")
@@ -560,20 +478,6 @@ def test_what_is_closed(server: Running) -> None:
     for origin, allowed in (("http://example.org", None), (here, here)):
         headers, _ = answered(f"{server.url}/models", Origin=origin, Authorization=key)
         assert headers["Access-Control-Allow-Origin"] == allowed
-
-
-def test_limits(server: Running) -> None:
-    """Of a body, a prompt and a reply, whatever a request asks for."""
-    url = f"{server.url}/completions"
-    assert refused(url, b" " * (101 << 20))[0] == 413
-    code, text = refused(url, PROMPT | {"prompt": "far away " * 1100})
-    assert code == 400 and "exceeds the available context size (1024 tokens" in text
-    wanted = PROMPT | {"max_tokens": 10**9, "ignore_eos": True}
-    reply = asked(url, wanted)
-    assert reply["choices"][0]["finish_reason"] == "length"
-    assert 1000 < reply["usage"]["total_tokens"] <= 1024
-    many = [f"{i:09}" for i in range(10_000)]
-    assert asked(url, PROMPT | {"stop": many})["usage"]["completion_tokens"] == 8
 
 
 def _positions(url: str) -> int:
@@ -621,36 +525,12 @@ def test_a_document_beyond_the_training(server_dir: Path, tiny: Path, tmp_path: 
     assert "prompts that began with a document: 1" in running.said
 
 
-def test_slow_clients(server_dir: Path, demo_model: Path) -> None:
-    """Who has sent half a request neither holds others up nor is waited for."""
-    line = ("serve", "-m", demo_model, "--port", 0, *SPARSE, "--", "--timeout", 1)
-    with serving(REAL, *line) as running, ExitStack() as stack:
-        url = running.until_ready().url
-        place = url.removeprefix("http://").removesuffix("/v1").split(":")
-        slow = []
-        for i in range(40):
-            slow.append(
-                stack.enter_context(socket.create_connection((place[0], int(place[1])), 60))
-            )
-            half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-            slow[-1].sendall(half if i % 2 else half[:30])
-        assert asked(f"{url}/completions", PROMPT)["usage"]["completion_tokens"] == 8
-        for one in slow:
-            assert not one.recv(4096) or not one.recv(4096), "closed, with or without an error"
-        assert running.end() == 0
-
-
 def test_it_ends_and_says_what_ran(server: Running) -> None:
     """The last of those that share a server: it is ended here."""
     asked(f"{server.url}/completions", PROMPT | {"prompt": "Far away. " * 60})
     assert server.end() == 0
-    first, _, account = server.said.splitlines()
-    spec = "sparq,ratio=1/8,min_ctx=0"
-    assert first == f"demo.gguf, attention {spec}, 1024 positions in each of 2 slots"
-    found = re.fullmatch(
-        r"(\d+) tokens decoded, ([\d.]+) % of their attention calls sparse", account
-    )
-    assert found and int(found[1]) >= 8 and float(found[2]) > 50
+    account = re.match(r"(\d+) tokens decoded, ([\d.]+) %", server.said.splitlines()[2])
+    assert account and int(account[1]) >= 8 and float(account[2]) > 50
 
 
 def test_the_log_keeps_keys(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
@@ -673,15 +553,13 @@ def test_an_option_that_llama_server_does_not_know(
 ) -> None:
     result = run("serve", "-m", tiny, "--port", 0, "--", "--no-such")
     assert result.code == 1
-    assert result.err.startswith("error: llama-server ended by itself: invalid argument: --no-such")
+    assert "invalid argument: --no-such" in result.err
     result = run("serve", "-m", tiny, "--port", 0, "--", "--help")
-    assert result.code == 1 and "ended by itself: exit code 0" in result.err
+    assert result.code == 1 and "exit code 0" in result.err
 
 
 def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
     """A document that cannot be used costs the time to read, so somebody is told at once."""
-    from pyorch.cli.serve import Account
-
     account, head = Account(), "0.00.1 I sparse document: slot 1, /d.kv"
     account.read(f"{head}, 4000 tokens of the prompt were read before")
     assert account.opened == 1 and not capsys.readouterr().err
@@ -689,9 +567,8 @@ def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> N
         account.read(f"0.00.1 I sparse document: slot {slot}, /d.kv: the document is shorter")
         account.read(f"0.00.2 W sparse document: slot {slot}, /d.kv is not used: read otherwise")
     assert account.opened == 1
-    shorter, otherwise = capsys.readouterr().err.splitlines()  # each is said once
-    assert shorter == "note: /d.kv: the document is shorter"
-    assert otherwise == "note: /d.kv is not used: read otherwise"
+    shorter, otherwise = capsys.readouterr().err.splitlines()  # each is told once
+    assert "the document is shorter" in shorter and "read otherwise" in otherwise
 
 
 def test_idle_slots_keep_no_copy_of_a_document(tiny: Path) -> None:

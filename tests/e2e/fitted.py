@@ -33,7 +33,7 @@ def main() -> None:
     count, prompt, mapped = ctypes.CDLL(library).fake_count, list(range(3, 253)), 0
     with (
         redirect_stderr(StringIO()) as said,
-        engine.load(path, n_threads=1, placed=note_in_memory(), **options) as s,
+        engine.load(path, n_threads=1, placed=note_in_memory, **options) as s,
     ):
         if document.name:
             if not document.exists():

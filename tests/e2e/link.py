@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import subprocess
 import threading
@@ -18,7 +17,6 @@ from pyorch.errors import SparqError
 
 PROGRAM = "ggml-rpc-server"
 
-Waiting = queue.Queue[tuple[float, bytes]]  # pieces, and when they are to arrive
 _PIECE = 1 << 16
 
 
@@ -48,20 +46,19 @@ def local_worker(
 
 
 class Link:
-    """Passes every connection to `endpoint` on, as a context; `there` and `back` count bytes.
+    """Passes every connection to `endpoint` on, as a context; `n_sent` are the bytes sent there.
 
     Args:
         endpoint: HOST:PORT.
-        rate: bytes per second in either direction; 0 is no limit.
+        rate: bytes per second in either direction.
     """
 
-    def __init__(self, endpoint: str, rate: float = 0.0) -> None:
+    def __init__(self, endpoint: str, rate: float = float("inf")) -> None:
         host, _, port = endpoint.partition(":")
-        self._target = host, int(port)
-        self._rate = rate
+        self._target, self._rate = (host, int(port)), rate
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.there = self.back = 0
+        self.n_sent = 0
         self._open: list[socket.socket] = [self._listener]
 
     def __enter__(self) -> Link:
@@ -86,38 +83,15 @@ class Link:
                 for one in (near, far):
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._open += [near, far]
-                for ends in ((near, far, True), (far, near, False)):
-                    waiting: Waiting = queue.Queue()
-                    for work in (self._take, self._give):
-                        arguments = (*ends, waiting)
-                        threading.Thread(target=work, args=arguments, daemon=True).start()
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
 
-    def _take(
-        self, source: socket.socket, _: socket.socket, is_there: bool, waiting: Waiting
-    ) -> None:
-        """Read, and say when each piece is to arrive."""
-        free_at = 0.0
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while piece := source.recv(_PIECE):
-                if is_there:
-                    self.there += len(piece)
-                else:
-                    self.back += len(piece)
-                took = len(piece) / self._rate if self._rate else 0.0
-                free_at = max(free_at, time.perf_counter()) + took
-                waiting.put((free_at, piece))
-        waiting.put((0.0, b""))
-
-    def _give(
-        self, _: socket.socket, target: socket.socket, is_there: bool, waiting: Waiting
-    ) -> None:
-        """Write each piece at its time."""
-        with suppress(OSError):
-            while True:
-                due, piece = waiting.get()
-                if not piece:
-                    break
-                if (rest := due - time.perf_counter()) > 0:
-                    time.sleep(rest)
+                if target.getpeername() == self._target:
+                    self.n_sent += len(piece)
+                time.sleep(len(piece) / self._rate)
                 target.sendall(piece)
+        with suppress(OSError):
             target.shutdown(socket.SHUT_RDWR)

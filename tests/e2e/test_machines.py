@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from link import local_worker as worker
 from llama import from_child
 
 from pyorch import engine
-from pyorch.attention.shares import split_layers
+from pyorch.attention.placement import split_layers
 from pyorch.engine import document_file, machines
 from pyorch.errors import SparqError
 from pyorch.models import synth
@@ -82,55 +83,40 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_two_workers(name: str, model: Path, workers: list[str], run) -> None:
-    """Prompt and replies run where K lies, with the bits and the counters of one process."""
-    spec, options = VARIANTS[name]
-    got = run(model, spec, tuple(workers[:2]), tensor_split=(1, 3), **options)
-    want = run(model, spec, **options)
-    assert got["bits"] == want["bits"]
-    here, *there = got["info"].pop("devices")
-    want["info"].pop("devices")
-    assert got["info"] == want["info"]
-    assert here["calls_sparse"] == here["bytes_read"] == here["shadow_bytes"] == 0
-    counters = got["info"]["counters"]
-    assert counters["calls_stock"] == 0 and counters["calls_prefill"] > 0
-    if name not in ("dense", "short"):
-        n_seq = options.get("n_sequences", 1)
-        assert counters["calls_sparse"] == N_DECODE * n_seq * N_LAYER
-        assert all(x["calls_sparse"] > 0 and x["bytes_read"] > 0 for x in there)
-    assert sum(x["bytes_read"] for x in there) == counters["bytes_read"]
-    assert sum(x["shadow_bytes"] for x in there) == got["info"]["shadow_bytes"]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_kv_here_and_weights_there(name: str, model: Path, workers: list[str], run) -> None:
-    """-nkvo: this machine attends, and reads prompts, as it does alone."""
-    spec, options = VARIANTS[name]
-    got = run(model, spec, tuple(workers[:1]), kv_offload=False, **options)
-    want = run(model, spec, **options)
-    assert got["bits"] == want["bits"]
-    assert got["info"]["counters"] == want["info"]["counters"]
-    here, *there = got["info"]["devices"]
-    assert here["bytes_read"] == got["info"]["counters"]["bytes_read"] > 0
-    assert not any(x["bytes_read"] or x["shadow_bytes"] for x in there)
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {  # workers, and what goes to them
+    "two": (2, {"tensor_split": (1, 3)}),
+    "kv here": (1, {"kv_offload": False}),
+    "three": (3, {"tensor_split": (5, 1, 2)}),
+    "some layers here": (3, {"tensor_split": (1, 1, 1), "n_gpu_layers": 3}),
+}
 
 
 @pytest.mark.parametrize(
-    ("n_gpu_layers", "split"), [(99, (1, 1, 1)), (99, (5, 1, 2)), (3, (1, 1, 1))]
+    ("place", "name"),
+    [(p, v) for p in PLACES for v in VARIANTS if p in ("two", "kv here") or v == "sparq"],
 )
-def test_three_workers(
-    n_gpu_layers: int, split: tuple[int, ...], model: Path, workers: list[str], run
+def test_bits_and_counters_are_those_of_one_process(
+    place: str, name: str, model: Path, workers: list[str], run
 ) -> None:
-    """Uneven parts, and some layers that stay here."""
-    options = {"n_gpu_layers": n_gpu_layers, "tensor_split": split}
-    got, want = run(model, SPARQ, tuple(workers), **options), run(model, SPARQ)
+    """Prompt and replies run where K lies, layer by layer as `explain` says."""
+    (n, where), (spec, options) = PLACES[place], VARIANTS[name]
+    got = run(model, spec, tuple(workers[:n]), **where, **options)
+    want = run(model, spec, **options)
     assert got["bits"] == want["bits"]
-    assert got["info"]["counters"] == want["info"]["counters"]
-    calls = {x["name"]: x["calls_sparse"] for x in got["info"]["devices"]}
-    layers = split_layers(N_LAYER, split, n_gpu_layers)  # as `explain` says
-    n_calls = [N_DECODE * sum(il < N_LAYER for il in part) for part in layers]
-    assert [calls[name] for name in sorted(calls)] == n_calls  # CPU, RPC0, RPC1, RPC2
+    info, counters = got["info"], got["info"]["counters"]
+    assert counters == want["info"]["counters"] and counters["calls_prefill"] > 0
+    parts = [range(N_LAYER), range(0)]
+    if place != "kv here":
+        parts = split_layers(N_LAYER, where["tensor_split"], where.get("n_gpu_layers"))
+        assert info["layers"] == want["info"]["layers"]
+    n_token = N_DECODE * options.get("n_sequences", 1) * (name not in ("dense", "short"))
+    devices = sorted(info["devices"], key=lambda x: x["name"])  # CPU, RPC0, ..
+    for device, part in zip(devices, parts, strict=True):
+        n_here = sum(il < N_LAYER for il in part)
+        assert device["calls_sparse"] == n_token * n_here
+        assert (device["bytes_read"] > 0) == (n_here > 0)
+    assert sum(x["bytes_read"] for x in devices) == counters["bytes_read"]
+    assert sum(x["shadow_bytes"] for x in devices) == info["shadow_bytes"]
 
 
 def test_windows(windows: Path, workers: list[str], run) -> None:
@@ -174,7 +160,8 @@ def test_no_other_worker_is_sent_our_op(
 ) -> None:
     """One of llama.cpp's own keeps its layers to llama.cpp's attention; the others' are sparse."""
     with worker(tmp_path / "log", stock=True) as (foreign, _):
-        assert machines.ask(foreign).sparse_version == 0
+        assert not machines.runs_sparse(engine.library(), machines.ask(foreign))
+        assert machines.runs_sparse(engine.library(), machines.ask(workers[0]))
         got = run(model, SPARQ, (workers[0], foreign), tensor_split=(1, 1))
     states = [layer["state"] for layer in got["info"]["layers"]]
     assert "sparse" in states and "dense" in states
@@ -183,13 +170,6 @@ def test_no_other_worker_is_sent_our_op(
     counters = got["info"]["counters"]
     assert counters["calls_sparse"] == N_DECODE * states.count("sparse")
     assert counters["calls_stock"] > 0
-
-
-def test_what_a_worker_says(workers: list[str]) -> None:
-    found = machines.ask(workers[0])
-    assert found.sparse_version == machines.sparse_version(engine.library()) > 0
-    assert machines.runs_sparse(engine.library(), found)
-    assert found.free > 2**28 and 0 < found.round_trip_s < 1
 
 
 # ---- faults ----
@@ -202,38 +182,42 @@ def closed_port() -> int:
 
 @pytest.mark.parametrize("text", ["", ":1", "a:b", "a:0", "a:70000", "a:1:2", "::1", "[::1]:50052"])
 def test_no_endpoint(text: str) -> None:
-    with pytest.raises(SparqError, match="is not HOST:PORT"):
+    with pytest.raises(SparqError):
         machines.parse_endpoint(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", "not a worker"),
+        (b"", "not a worker"),
+        (struct.pack("<Q4B24x", 28, 6, 0, 0, 0), "version 6"),
+        (None, "does not answer"),  # it is busy with another program
+    ],
+)
+def test_no_worker(answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else, an older one, or one that has no time."""
+    monkeypatch.setattr(machines, "_ANSWER_S", 0.2 if answer is None else 10)
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+
+        def reply() -> None:
+            one, _ = server.accept()
+            stack.enter_context(one)
+            one.recv(64)
+            if answer is not None:
+                one.sendall(answer)
+                one.close()
+
+        threading.Thread(target=reply, daemon=True).start()
+        with pytest.raises(SparqError, match=reason) as e:
+            machines.ask(f"127.0.0.1:{server.getsockname()[1]}")
+        assert e.value.hint
 
 
 def test_nobody_there() -> None:
     assert not machines.answers("::1:50052")
-    with pytest.raises(SparqError, match="no worker answers at 127.0.0.1"):
+    with pytest.raises(SparqError, match="no worker answers"):
         machines.ask(f"127.0.0.1:{closed_port()}")
-
-
-def test_another_server() -> None:
-    """Something that is no worker, and answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            one, _ = server.accept()
-            one.recv(64)
-            one.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-            one.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(SparqError, match="is not a worker"):
-            machines.ask(f"127.0.0.1:{server.getsockname()[1]}")
-
-
-def test_a_busy_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "_ANSWER_S", 0.2)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        pytest.raises(SparqError, match="does not answer"),
-    ):
-        machines.ask(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.mark.parametrize(
@@ -256,31 +240,37 @@ def cli(*args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True)
 
 
-LONG = "word " * 400
+def dies_when(it: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    """Kill it as soon as that is so."""
+
+    def watch() -> None:
+        while process.poll() is None and not it():
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
-@pytest.mark.parametrize("when", ["load", "prompt", "decode"])
-def test_a_lost_worker(when: str, tiny: Path, tmp_path: Path) -> None:
-    """One line, exit code 1, and no wait."""
+@pytest.mark.parametrize(
+    ("n_bytes", "n_words"), [(50_000, 800), (1_500_000, 800), (0, 400)], ids=["load", "prompt", ""]
+)
+def test_a_lost_worker(n_bytes: int, n_words: int, tiny: Path, tmp_path: Path) -> None:
+    """One line, exit code 1, and no wait: while weights come, in a prompt, or a reply."""
     with worker(tmp_path / "log") as (endpoint, process), Link(endpoint) as link:
-        if when == "load":  # it dies while the weights come
-            threading.Thread(target=lambda: dies_after(link, 50_000, process), daemon=True).start()
+        if n_bytes:
+            dies_when(lambda: link.n_sent >= n_bytes, process)
         line = ["generate", "-m", tiny, "--rpc", link.endpoint, "-a", SPARQ, "-n", 1500]
-        child = cli(*line, "-p", LONG * (1 if when == "decode" else 2))
-        if when == "prompt":
-            threading.Thread(
-                target=lambda: dies_after(link, 1_500_000, process), daemon=True
-            ).start()
-        if when == "decode":
+        child = cli(*line, "-p", "word " * n_words)
+        if not n_bytes:
             assert child.stdout is not None
             child.stdout.read(1)  # the first token
             process.send_signal(signal.SIGKILL)
         started = time.monotonic()
-        out, err = child.communicate(timeout=60)
+        _, err = child.communicate(timeout=60)
         assert time.monotonic() - started < 30
     assert child.returncode == 1, err
-    said = [line for line in err.splitlines() if line.startswith(("error:", "hint:"))]
-    assert len(said) == 2 and re.search("worker", said[0]), err
+    lines = [line for line in err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert len(lines) == 2 and "worker" in lines[0], err
     assert "Traceback" not in err and "ggml-rpc.cpp" not in err
 
 
@@ -345,52 +335,37 @@ def test_a_worker_that_reads_nothing_for_long_is_waited_for() -> None:
     assert got == len(data)
 
 
-def dies_after(link: Link, n_bytes: int, process: subprocess.Popen[bytes]) -> None:
-    """Kill it when it has been sent so many bytes."""
-    while link.there < n_bytes and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "generate -m MODEL -p x --rpc 8.8.8.8",
+        "generate -m MODEL -p x --rpc 127.0.0.1:PORT",
+        "explain -m MODEL --rpc 127.0.0.1:PORT",
+        "worker --host 0.0.0.0",
+        "worker --host ::1 --insecure",
+    ],
+)
+def test_refusals(line: str, tiny: Path) -> None:
+    words = line.replace("MODEL", str(tiny)).replace("PORT", str(closed_port()))
+    child = cli(*words.split())
+    out, err = child.communicate(timeout=60)
+    assert child.returncode in (1, 2) and not out
+    assert [x.split(":")[0] for x in err.strip().splitlines()] == ["error", "hint"]
 
 
-def test_refusals(tiny: Path) -> None:
-    for args, said in [
-        (("generate", "-m", tiny, "--rpc", "8.8.8.8", "-p", "x"), "could read the text"),
-        (
-            ("generate", "-m", tiny, "--rpc", f"127.0.0.1:{closed_port()}", "-p", "x"),
-            "no worker answers",
-        ),
-        (("worker", "--host", "0.0.0.0"), "would be open to everybody"),
-        (("worker", "--host", "::1", "--insecure"), "IPv4 addresses only"),
-    ]:
-        child = cli(*args)
-        _, err = child.communicate(timeout=60)
-        assert child.returncode in (1, 2) and said in err, err
-        assert len(err.strip().splitlines()) == 2
-
-
-def last_note(worker: subprocess.Popen[str]) -> str:
+def line_with(text: str, child: subprocess.Popen[str]) -> str:
     """What it says when it is ready."""
-    assert worker.stderr is not None
-    said = [worker.stderr.readline()]
-    while "--rpc" not in said[-1]:
-        assert said[-1], "".join(said)
-        said.append(worker.stderr.readline())
-    return said[-1]
-
-
-def test_a_worker_on_all_addresses_says_a_name_that_others_can_use() -> None:
-    port = closed_port()
-    child = cli("worker", "--host", "0.0.0.0", "--insecure", "--port", port, "-t", 1)
-    assert f"--rpc {socket.gethostname()}:{port} on" in last_note(child)
-    child.send_signal(signal.SIGINT)
-    child.communicate(timeout=30)
+    assert child.stderr is not None
+    while text not in (line := child.stderr.readline()):
+        assert line, "it has ended"
+    return line
 
 
 def test_the_command(tiny: Path) -> None:
     """`worker` says when it is ready, serves one program after the other, and ends at a signal."""
     port = closed_port()
     child = cli("worker", "--port", port, "-t", 1)
-    assert f"--rpc 127.0.0.1:{port} on the other machine" in last_note(child)
+    assert f"127.0.0.1:{port}" in line_with("--rpc", child)
     for _ in range(2):
         done = cli("generate", "-m", tiny, "--rpc", f"127.0.0.1:{port}", "-n", 4, "-p", "a")
         _, err = done.communicate(timeout=120)
@@ -410,14 +385,9 @@ def test_a_document_goes_on_after_a_lost_worker(tiny: Path, tmp_path: Path) -> N
     partial = tmp_path / "text.kv.partial"
     line = ["read", text, "-m", tiny, "-o", kept, "-a", SPARQ, "--plain"]
 
-    def dies_when_some_is_kept(process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None and not n_read(partial):
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-
     with worker(tmp_path / "log") as (endpoint, process), Link(endpoint, rate=2e7) as link:
         child = cli(*line, "--rpc", link.endpoint)
-        threading.Thread(target=dies_when_some_is_kept, args=(process,), daemon=True).start()
+        dies_when(lambda: n_read(partial), process)
         _, err = child.communicate(timeout=120)
     assert child.returncode == 1 and "worker" in err, err
     n = n_read(partial)
@@ -436,7 +406,10 @@ def n_read(partial: Path) -> int:
         return 0
 
 
-def test_explain(model: Path, workers: list[str]) -> None:
+def test_explain(workers: list[str], tmp_path: Path) -> None:
+    """What each machine holds adds up to the whole; of experts memory holds all, a token reads
+    some."""
+    model = tiny_models.write(tmp_path / "m.gguf", "gpt-oss", n_layer=N_LAYER)
     line = ["explain", "-m", model, "-a", SPARQ, "-c", 2048, "--rpc", ",".join(workers[:2])]
     child = cli(*line, "-ts", "3,1", "-ngl", 4, "--json")
     out, err = child.communicate(timeout=120)
@@ -446,34 +419,11 @@ def test_explain(model: Path, workers: list[str]) -> None:
     assert [x["layers"] for x in rows] == [[0, 1], [1, 4], [4, 5]]
     assert sum(x["cache"] for x in rows) == found["kv_memory"]
     assert sum(x["shadow"] for x in rows) == found["shadow_memory"]
-    assert sum(x["weights_read"] for x in rows) == found["weight_bytes_per_token"]
-    assert sum(x["read"] for x in rows) == found["attention_bytes_per_token"]
-    assert all(x["sparse"] for x in rows) and found["wire_s"] > 0
+    token = found["weight_bytes_per_token"] + found["attention_bytes_per_token"]
+    assert sum(x["read"] for x in rows) == pytest.approx(token, abs=len(rows) * N_LAYER)
+    assert all(x["sparse"] and x["free"] > 2**28 for x in rows)
+    assert rows[1]["weights"] > rows[1]["read"]
     assert found["bandwidth"] > 1e8, "bytes per second, as measured"
-
-
-def test_what_passes_for_a_token_is_what_explain_says(model: Path, workers: list[str]) -> None:
-    line = ["explain", "-m", model, "-c", 2048, "--rpc", ",".join(workers[:2]), "-ts", "1,1"]
-    with Link(workers[0]) as first, Link(workers[1]) as second:
-        for spec in ("off", SPARQ):
-            out, err = cli(*line, "-a", spec, "--json").communicate(timeout=120)
-            assert out, err
-            predicted = sum(x["sent"] + x["received"] for x in json.loads(out)["machines"])
-            with engine.load(
-                model,
-                n_ctx=2048,
-                n_threads=1,
-                workers=[first.endpoint, second.endpoint],
-                tensor_split=[1, 1],
-                attention=spec,
-            ) as s:
-                engine.prefill(s, [5] * 2040)
-                for token in (3, 4):  # plans its graphs, and sends them
-                    engine.decode(s, token)
-                before = first.there + first.back + second.there + second.back
-                engine.decode(s, 5)
-                passed = first.there + first.back + second.there + second.back - before
-            assert passed == pytest.approx(predicted, rel=0.1)
 
 
 def test_the_split_is_llama_cpps() -> None:
@@ -481,17 +431,6 @@ def test_the_split_is_llama_cpps() -> None:
     assert split_layers(4, [1, 1]) == [range(0), range(3), range(3, 5)]
     assert split_layers(4, [3, 1], 4) == [range(1), range(1, 4), range(4, 5)]
     assert split_layers(4, [1, 0]) == [range(0), range(5), range(5, 5)]
-
-
-def test_explain_of_experts(workers: list[str], tmp_path: Path) -> None:
-    """Memory holds all of them, a token reads some."""
-    path = tiny_models.write(tmp_path / "m.gguf", "gpt-oss", n_layer=2)
-    child = cli("explain", "-m", path, "-a", SPARQ, "--rpc", workers[0], "--json")
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 0, err
-    found = json.loads(out)
-    there = found["machines"][1]
-    assert there["weights"] > there["weights_read"] == found["weight_bytes_per_token"]
 
 
 def test_eval_and_bench(demo_model: Path, workers: list[str], tmp_path: Path) -> None:
@@ -510,34 +449,16 @@ def test_eval_and_bench(demo_model: Path, workers: list[str], tmp_path: Path) ->
     assert all(r["n_workers"] == 2 and r["backends"] == "RPC" for r in rows)
 
 
-def test_stats_of_a_chat(tiny_chat: Path, workers: list[str]) -> None:
-    argv = ["chat", "-m", tiny_chat, "--rpc", ",".join(workers[:2]), "-a", SPARQ, "-n", "8"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pyorch", *map(str, argv)],
-        input="hello\n/stats\n/exit\n",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"^(\S+): (\d+) sparse calls", done.stderr, re.M)
-    assert [name for name, _ in lines] == ["CPU", "RPC0", "RPC1"]
-    assert int(lines[0][1]) == 0 < int(lines[1][1])
-
-
 def test_a_lost_worker_of_a_server(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
     with worker(tmp_path / "log") as (endpoint, process):
         child = cli("serve", "-m", tiny, "--rpc", endpoint, "--port", 0, "-a", SPARQ)
-        assert child.stderr is not None
-        while "is ready" not in (text := child.stderr.readline()):
-            assert text
+        url = re.search(r"http://\S+", line_with("is ready", child))
         process.send_signal(signal.SIGKILL)
-        url = re.search(r"http://\S+", text)
         assert url
         body = json.dumps({"prompt": "a", "n_predict": 4}).encode()
         with suppress(OSError, http.client.HTTPException):
             urllib.request.urlopen(f"{url[0]}/completions", body, timeout=60)
         _, err = child.communicate(timeout=60)
     assert child.returncode == 1
-    assert re.search("^error: llama-server .*: Remote RPC server crashed", err, re.M), err
+    assert re.search("^error: llama-server", err, re.M), err
     assert "ggml-rpc.cpp" not in err

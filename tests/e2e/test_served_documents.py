@@ -61,7 +61,7 @@ def test_a_prompt_begins_with_a_document_of_another_day(
     keys.write_text("# mine\nsecret\n")
     args = ("-m", dated, *COMMON)
     with (
-        served_documents.with_their_time(file, [document], ()) as options,
+        served_documents.passed_on(file, [document], ()) as (options, _),
         serving(server_dir, tmp_path / "log", *args, *options, "--api-key-file", keys) as url,
     ):
         assert "2025-01-02 03:04" in capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_a_text_that_spells_control_tokens(
 )
 def test_a_template_of_the_user_is_left_alone(dated: Path, tmp_path: Path, more: Any) -> None:
     document, file = read(dated, tmp_path / "d.kv"), read_gguf(dated)
-    with served_documents.with_their_time(file, [document], more) as options:
+    with served_documents.passed_on(file, [document], more) as (options, _):
         assert not options
 
 

@@ -23,7 +23,7 @@ from pyorch.evals import data, qa, wikitext
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example
 from pyorch.evals.task import Setup
-from pyorch.models.transfer import repo_folder
+from pyorch.models.pull import Spec
 
 CTX = 4096
 
@@ -201,8 +201,7 @@ def test_triviaqa_takes_a_result_of_the_right_length(
         text = engine.detokenize(session, e.prompt)
         assert text == "w" * 5000 + f"\nQuestion: Who is {e.id[1]}?\nAnswer:"
         assert e.answers == (f"Ann {e.id[1]}", f"A. {e.id[1]}")
-    with pytest.raises(SparqError, match="no question has a search result"):
-        first("triviaqa", session, lines(tmp_path / "s.jsonl", [trivia(1, 100)]))
+    assert first("triviaqa", session, lines(tmp_path / "s.jsonl", [trivia(1, 100)])) == []
 
 
 def test_cnn_dailymail(
@@ -259,8 +258,7 @@ def test_squality_asks_all_questions_of_a_story(
     # "it sat": two of two words of the second reference, two of three of the first
     decoder = Decoder(Parrot(b"It sat").install(monkeypatch))
     assert task.score(decoder, one).score == pytest.approx(1)
-    with pytest.raises(SparqError, match="no story"):
-        first("squality", session, lines(tmp_path / "long.jsonl", [long]))
+    assert first("squality", session, lines(tmp_path / "long.jsonl", [long])) == []
 
 
 def test_squality_without_a_file_says_that_it_needs_one(session: engine.Session) -> None:
@@ -317,7 +315,7 @@ def test_wikitext_bits_are_those_of_one_dense_pass(session: engine.Session, tmp_
         ("a.json", "[1, 2]", "not a list of rows"),
         ("a.json", '{"data": []}', "no rows"),
         ("a.jsonl", '{"a": 1}\n{"b"\n', "line 2 is not a JSON object"),
-        ("a.json", '{"a": 1}', "a row has no 'id', it has a"),
+        ("a.json", '{"a": 1}', "has no 'id'"),
         ("a.json", b"\x89PNG\0", "not a text"),
     ],
 )
@@ -367,7 +365,7 @@ def test_no_answers_are_refused(session: engine.Session, tmp_path: Path, name: s
 def test_values_of_another_kind_are_refused(
     session: engine.Session, tmp_path: Path, name: str, row: dict[str, Any]
 ) -> None:
-    with pytest.raises(SparqError, match="is not an object with") as e:
+    with pytest.raises(SparqError, match="has no") as e:
         first(name, session, lines(tmp_path / "rows.jsonl", [row]))
     assert e.value.hint.startswith("is this ")
 
@@ -399,7 +397,7 @@ def test_a_data_set_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(SparqError, match="needs the package pyarrow"):
                 data.rows("squad", None)
     assert hub.fetched() == [name.rpartition("/")[2]]
-    (file,) = repo_folder(hub.repo, "dataset").rglob("snapshots/*/plain_text/*.parquet")
+    (file,) = Spec(hub.repo, kind="dataset").folder.rglob("snapshots/*/plain_text/*.parquet")
     assert file.read_bytes() == content
     with pytest.raises(SparqError, match="is not in the cache") as e:
         data.rows("triviaqa", None)

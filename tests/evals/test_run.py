@@ -213,6 +213,14 @@ def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) ->
     assert all(steps == {0, 64} for steps in by_id.values())
 
 
+def test_stretches_of_a_short_text_are_one(run_eval: Run) -> None:
+    """Eight windows of 1,700 out of 11,000 tokens are not eight texts."""
+    args = ["repetition", "--ctx", 2048, "-n", 8, "-a", "off"]
+    (row,) = json.loads(run_eval(*args, "-o", "json").stdout)
+    assert row["n"] == 8 > 5 >= row["texts"] and row["score_low"] is None
+    assert "no interval below 6." in run_eval(*args).stdout
+
+
 def test_llama_cpp_s_other_attention_tells_what_rounding_does(
     run_eval: Run, tmp_path: Path
 ) -> None:
@@ -334,6 +342,9 @@ def test_a_text_that_does_not_fit_is_said_before_anything_runs(
     enough = result.exception.hint.split()[1]
     assert not (tmp_path / "out").exists()
     assert run_eval(*args, "--ctx", enough, "-a", "off").exit_code == 0
+    data.write_text(json.dumps({"page": "a page of a few words"}))
+    result = run_eval("wikitext", "--data", data)
+    assert isinstance(result.exception, SparqError) and "wikitext" in result.exception.message
 
 
 def test_ratios_go_to_the_methods_that_have_none(run_eval: Run) -> None:
@@ -477,15 +488,13 @@ def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
 
 
 def test_dense_on_the_examples_of_a_shorter_row_has_the_digits_of_its_task() -> None:
-    from pyorch.evals import summary
-
     off = scored("off", [0.5] * 6 + [0.015] * 6, 0)
     fewer = [scored(f"{m},ratio=1/8", [0.02] * 6) for m in ("h2o", "quest")]
     fewer = [replace(s, numbers=np.arange(6, 12)) for s in fewer]
     stock = scored("stock-fa0", [0.02] * 12)  # it reads everything, so it has no ratio
     for s in (off, stock, *fewer):
         s.case["task"] = "fidelity"
-    text = summary.markdown([off, stock, *fewer])
+    text = table.summary([off, stock, *fewer])
     assert "(dense on the same 6: 0.015)" in text and "| `llama.cpp -fa 0` | 0.020 ±" in text
 
 

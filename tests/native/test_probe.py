@@ -25,13 +25,6 @@ def wrapped(folder: Path, line: str) -> probe.Compiler:
     return probe.Compiler(commands[0], commands[1], "wrapped")
 
 
-def test_this_machine() -> None:
-    found = probe.probe(REAL, native=True)
-    assert set(found.isa).isdisjoint(found.off)
-    assert ("openmp" in found.off) == (not found.openmp)
-    assert bool(found.flags) == any("executing it fails" in why for why in found.off.values())
-
-
 @x86
 def test_an_instruction_set_that_the_cpu_lacks_is_switched_off(tmp_path: Path) -> None:
     """The compiler is told that this is a Sapphire Rapids: AMX and all of AVX-512."""

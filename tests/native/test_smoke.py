@@ -173,8 +173,8 @@ def amx(options: str) -> smoke.Fault | None:
     return smoke.Fault("multiplying 37 tokens by q4_0 (AMX)", "AMX", how) if on else None
 
 
-def make(notes: list[str] | None = None) -> Path:
-    return build.build(OPTIONS, note=(notes if notes is not None else []).append)
+def make() -> Path:
+    return build.build(OPTIONS)
 
 
 def off(folder: Path) -> dict[str, str]:
@@ -183,13 +183,13 @@ def off(folder: Path) -> dict[str, str]:
     return stamp["off"]
 
 
-def test_what_dies_is_switched_off(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_dies_is_switched_off(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken(world, monkeypatch, amx, ("avx2", "amx"))
-    notes: list[str] = []
-    folder = make(notes)
-    why = "multiplying 37 tokens by q4_0 (AMX) was ended by SIGILL (illegal instruction)"
-    assert f"{why}; building again without amx" in notes
-    assert off(folder) == {"amx": f"what was built with it does not work: {why}"}
+    folder = make()
+    assert "without amx" in capsys.readouterr().err
+    assert list(off(folder)) == ["amx"] and "SIGILL" in off(folder)["amx"]
     stamp = build.read_stamp(folder)
     assert stamp is not None and stamp["isa"] == ["avx2"]
     assert runs(world) == 2
@@ -212,27 +212,6 @@ def test_what_is_off_stays_off_until_the_compiler_changes(
     assert runs(world) == 4
 
 
-def test_a_suspect_that_was_not_the_cause_is_on_again(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The newest instructions are suspected first."""
-
-    def fault(options: str) -> smoke.Fault | None:
-        on = "-mno-avx512f" not in options
-        wrong = smoke.Fault("multiplying 1 token by q8_0 (CPU)", "CPU", "is wrong by 40%")
-        return wrong if on else None
-
-    broken(world, monkeypatch, fault, ("avx2", "avx512", "amx"))
-    folder = make()
-    assert runs(world) == 3
-    (tree,) = (world / "cache" / "build").iterdir()
-    assert "-mno-amx" not in (tree / "options").read_text()
-    assert off(folder) == {
-        "avx512": "what was built with it does not work: "
-        "multiplying 1 token by q8_0 (CPU) is wrong by 40%"
-    }
-
-
 def test_two_faults(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(options: str) -> smoke.Fault | None:
         if "-DGGML_CPU_REPACK=OFF" not in options:
@@ -251,8 +230,7 @@ def test_what_cannot_be_switched_off_is_one_line(
     broken(world, monkeypatch, lambda _: fault, ("avx2",))
     with pytest.raises(SparqError) as error:
         make()
-    assert error.value.message == f"what was built does not work on this machine: {fault}"
-    assert "--portable" in error.value.hint
+    assert str(fault) in error.value.message and "--portable" in error.value.hint
     assert runs(world) == 3  # as it is, without avx2, without llamafile
     assert build.find(OPTIONS) is None
     monkeypatch.setattr(smoke, "fault", lambda bin: None)

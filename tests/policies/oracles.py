@@ -239,11 +239,17 @@ class ExactPages(Oracle):
 
 
 class Evicting(Oracle):
-    """H2O: a cache per KV head; local_of(k): how many of the newest stay whatever their sum."""
+    """A cache per KV head; local_of(k): how many of the newest stay whatever their sum.
+
+    `weigh` gives what is added to the sums; here, as for H2O, the attention itself.
+    """
 
     def __init__(self, *args, local_of) -> None:
         super().__init__(*args)
-        self.local_of = local_of
+        self.local_of, self.step = local_of, 0
+
+    def weigh(self, q, k, head: int, cells: set[int]) -> dict[int, float]:
+        return self.scores(q, k, head, cells)
 
     def prompt(self, queries, k) -> None:
         n = len(k)
@@ -255,11 +261,12 @@ class Evicting(Oracle):
     def add(self, q, k, cells: Sets) -> None:
         for head in range(self.n_head):
             h = head // self.group
-            for p, w in self.scores(q, k, head, cells[h]).items():
+            for p, w in self.weigh(q, k, head, cells[h]).items():
                 self.sums[h][p] += w
 
     def choose(self, q, k) -> Sets:
         n, out = len(k), []
+        self.step += 1
         budget = min(self.k_of(n), n)
         local = set(range(n - self.local_of(budget), n))
         for h in range(self.n_head_kv):
@@ -278,4 +285,51 @@ class Evicting(Oracle):
             self.gone[h] |= set(self.sums[h]) - cells
             self.sums[h] = {p: s for p, s in self.sums[h].items() if p in cells}
         self.add(*self.last, read)
+        super().follow(read)
+
+
+class Keyformer(Evicting):
+    """noise(head, position); the temperature is 1 in the prompt and 2 from `tokens` on."""
+
+    def __init__(self, *args, local_of, noise, tokens: int) -> None:
+        super().__init__(*args, local_of=local_of)
+        self.noise, self.tokens = noise, tokens
+
+    def weigh(self, q, k, head: int, cells: set[int]) -> dict[int, float]:
+        tau = 1 + min(self.step / self.tokens, 1)
+        x, keys = q[head].astype(float), k[:, head // self.group].astype(float)
+        logits = [(x @ keys[p] * self.scale + self.noise(head, p)) / tau for p in sorted(cells)]
+        return dict(zip(sorted(cells), softmax(logits), strict=True))
+
+
+class SparseWindow(Oracle):
+    """ALISA: rows[i] is what row i gave to each position, summed over all heads."""
+
+    def prompt(self, queries, k) -> None:
+        self.rows: list[dict[int, float]] = []
+        for row in range(len(k)):
+            self.add(queries[row], k, set(range(row + 1)))
+
+    def add(self, q, k, cells: set[int]) -> None:
+        row = dict.fromkeys(cells, 0.0)
+        for head in range(self.n_head):
+            for p, w in self.scores(q, k, head, cells).items():
+                row[p] += w
+        self.rows.append(row)
+
+    def choose(self, q, k) -> Sets:
+        n = len(k)
+        budget = min(self.k_of(n), n)
+        newest = set(range(n - (budget - budget // 2), n))
+        total = {p: 0.0 for p in range(n) if p not in newest}
+        for row in self.rows[max(n - 1 - max(budget // 2, 1), 0) :]:
+            for p, w in row.items():
+                if p in total:
+                    total[p] += w
+        self.last = q, k
+        return [newest | self.best(total, budget // 2)] * self.n_head_kv
+
+    def follow(self, read: Sets) -> None:
+        assert all(cells == read[0] for cells in read)
+        self.add(*self.last, read[0])
         super().follow(read)

@@ -35,6 +35,8 @@ METHODS = [
     "lm-infinite,k=30",
     "streaming-llm,k=30",
     "h2o,k=20",
+    "keyformer,k=20",
+    "alisa,k=20",
 ]
 RATIOS = [f"{name},ratio=1/8" for name in policies.POLICIES if name != "flexgen"]
 RATIOS += ["flexgen,ratio=5/8"]
@@ -189,7 +191,7 @@ def test_a_prompt_read_before_is_asked_for(demo: engine.Session, text: str) -> N
 def test_one_prefill_serves_all_methods(demo_model: Path, demo: engine.Session, text: str) -> None:
     """keep_queries: switched to after the prompt, or before it, in any order: the same."""
     tokens = tokens_of(demo, text)
-    lines = ["h2o,k=20", "sparq,ratio=1/8,min_ctx=0", "quest,k=50", "h2o,k=30"]
+    lines = ["h2o,k=20", "sparq,ratio=1/8,min_ctx=0", "alisa,k=20", "keyformer,k=20", "h2o,k=30"]
     options = {"n_ctx": 512, "n_threads": 1, "keep_queries": True}
     with policies.open_session(demo_model, policies.parse(lines[1]), **options) as s:
         engine.prefill(s, tokens[:N_PROMPT])
@@ -201,7 +203,10 @@ def test_one_prefill_serves_all_methods(demo_model: Path, demo: engine.Session, 
             assert np.array_equal(got, decode(demo, tokens))
 
 
-def test_another_prompt_after_a_rewind(demo: engine.Session, demo_model: Path, text: str) -> None:
+@pytest.mark.parametrize("line", ["h2o,k=20", "keyformer,k=20", "alisa,k=20"])
+def test_another_prompt_after_a_rewind(
+    demo: engine.Session, demo_model: Path, text: str, line: str
+) -> None:
     """Half of the prompt stays; what was known of the other half does not.
 
     The new prompt ends where the decoded tokens of the old one did.
@@ -209,9 +214,9 @@ def test_another_prompt_after_a_rewind(demo: engine.Session, demo_model: Path, t
     tokens = tokens_of(demo, text, 2 * N_PROMPT + 2 * N_STEP)
     n = N_PROMPT + N_STEP
     other = tokens[:100] + tokens[-(n - 100) - N_STEP :]
-    with policies.open_session(demo_model, "h2o,k=20", n_ctx=512, n_threads=1) as fresh:
+    with policies.open_session(demo_model, line, n_ctx=512, n_threads=1) as fresh:
         want = decode(fresh, other)
-    policies.switch(demo, "h2o,k=20")
+    policies.switch(demo, line)
     decode(demo, [*tokens[:n], *other[-N_STEP:]])  # a prompt of the same length
     decode(demo, tokens[:n])
     engine.rewind(demo, 100)
@@ -324,6 +329,8 @@ def test_bad_settings_are_refused() -> None:
         "lm-infinite,sinks=-1": "below 0",
         "streaming-llm,k=4": "no room",
         "lm-infinite,ratio": "no value",
+        "keyformer,recent=0": "recent",
+        "keyformer,seed=-1": "seed",
         "low-rank,seed=-1": "seed",
         "quest,page=0": "below 1",
         "low-rank,k=20": "needs a rank",

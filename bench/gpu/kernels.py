@@ -26,13 +26,14 @@ from typing import Any
 import click
 import numpy as np
 
-from bench import plot, runner
+from bench import plot
 from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed
 from bench.papers import microbenchmark
 from pyorch import native
 from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.bench import paper, records
-from pyorch.bench.records import Done, Record, Result, where_given
+from pyorch.bench.records import Record, Result, where_given
+from pyorch.cli.bench.measurement import Done, Given, Measurement
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.native.params import (
@@ -60,7 +61,7 @@ _COLOURS |= plot.colours([f"SparQ {s}" for s in ("f16", "q8", "q4")])
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     batch: int
     n_head: int
     n_head_kv: int
@@ -112,15 +113,15 @@ def has_torch() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[KernelCase]:
     shapes = [(64, 32, 32, 4096)]
     shapes += [(1, 32, kv, 4096 << i) for kv in (32, 8) for i in range(6)]
     if quick:
         shapes = [(2, 4, 4, 768), (1, 8, 2, 1024)]
-    return [Case(*shape, method) for shape in shapes for method in METHODS]
+    return [KernelCase(*shape, method) for shape in shapes for method in METHODS]
 
 
-def groups(given: runner.Given) -> list[list[Case]]:
+def groups(given: Given) -> list[list[KernelCase]]:
     """Each case by itself; without torch those of ggml alone."""
     opened(given.device)
     found = cases(given.quick)
@@ -136,7 +137,7 @@ def _copied(device: Device, fresh: int, seconds: float) -> Result:
     return {"copy_gb_s": speed, "copy_by": by}
 
 
-def measure(given: runner.Given, group: Sequence[Case], _: Done) -> list[Result]:
+def measure(given: Given, group: Sequence[KernelCase], _: Done) -> list[Result]:
     """The result of a case, beside the speed of a copy within the device."""
     (case,) = group
     device = opened(given.device)
@@ -147,7 +148,7 @@ def measure(given: runner.Given, group: Sequence[Case], _: Done) -> list[Result]
     return [time_it(case, n, seconds) | about]
 
 
-def layers_of(device: Device, case: Case, fresh: int) -> int:
+def layers_of(device: Device, case: KernelCase, fresh: int) -> int:
     need = -(-fresh // case.layer_bytes)
     most = int(device.free_bytes() * 0.5 / (case.layer_bytes * 1.6))
     if most < 1:
@@ -155,7 +156,7 @@ def layers_of(device: Device, case: Case, fresh: int) -> int:
     return max(1, min(need, most, 64))
 
 
-def ggml_layers(device: Device, c: Case, n: int, seconds: float) -> Result:
+def ggml_layers(device: Device, c: KernelCase, n: int, seconds: float) -> Result:
     """Returns samples_ns per layer, the number of layers, and the bytes read per layer."""
     base = device.base
     rng = np.random.default_rng(1)
@@ -208,7 +209,7 @@ def ggml_layers(device: Device, c: Case, n: int, seconds: float) -> Result:
 def sparq(
     device: Device,
     ctx: c_void_p,
-    c: Case,
+    c: KernelCase,
     q: list[Any],
     kv: list[list[Any]],
     mask: Any,
@@ -252,7 +253,7 @@ def sparq(
     return stats, seals, nodes, inputs
 
 
-def write_inputs(device: Device, c: Case, inputs: dict[str, Any], n_grp: int) -> None:
+def write_inputs(device: Device, c: KernelCase, inputs: dict[str, Any], n_grp: int) -> None:
     groups = np.arange(n_grp, dtype=np.int32)
     full = (groups + 1) * GROUP <= c.positions
     rows = {
@@ -264,7 +265,7 @@ def write_inputs(device: Device, c: Case, inputs: dict[str, Any], n_grp: int) ->
         device.fill(inputs[name], np.ascontiguousarray(row, np.int32))
 
 
-def torch_layers(c: Case, n_layer: int, seconds: float) -> Result:
+def torch_layers(c: KernelCase, n_layer: int, seconds: float) -> Result:
     """The same of the fastest backend of torch's scaled_dot_product_attention.
 
     Raises:
@@ -317,7 +318,7 @@ def table(recs: Sequence[Record]) -> str:
         us = float(np.median(rec["samples_ns"])) / 1e3
         rate = rec["bytes_read"] / us / 1e3
         kernels = (f"{name} {x:.1f}" for name, x in rec.get("kernels_us", {}).items())
-        row = [str(records.read_case(Case, rec)), f"{us:.1f}", f"{rate:.0f}"]
+        row = [str(records.read_case(KernelCase, rec)), f"{us:.1f}", f"{rate:.0f}"]
         rows.append([*row, f"{rate / rec['copy_gb_s']:.0%}", ", ".join(kernels)])
     head = ["case", "us per layer", "GB/s", "of a copy", "us of its kernels"]
     return markdown(head, rows, left=("case", "us of its kernels"))
@@ -396,9 +397,10 @@ FIGURE = plot.Figure(
     draw=partial(microbenchmark.draw, "dense", _COLOURS, _points),
 )
 
-MEASUREMENT = runner.Measurement(
+MEASUREMENT = Measurement(
     name="gpu_attention",
     about="Attention by itself on a CUDA device.",
+    case=KernelCase,
     options=OPTIONS,
     groups=groups,
     measure=measure,

@@ -1,0 +1,363 @@
+"""Attention time per decoded token: stock llama.cpp beside ours, at the same cache, in one run.
+
+A model has the attention of Llama-2-7B or Llama-3-8B in a few layers, with next to nothing else.
+Its cache is filled with S positions of random K and V; single tokens are decoded there. The
+variants take turns (A B C, C B A, ...), a few tokens each: if the machine slows down, it slows all.
+
+    attention time = token time at S - token time at 32 positions, medians
+    roofline       = the bytes read (by the library's counters), at the speed of a plain sequential
+                     read by as many threads, measured between the turns at S
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch.attention.bytes import CELLS, per_token
+from pyorch.bench import records
+from pyorch.bench.bandwidth import MemoryReader
+from pyorch.bench.records import Record, Result, spread
+from pyorch.bench.turns import OFF, check_dense, in_turns, refuse_idle, sides
+from pyorch.bench.worker import Worker, Workers
+from pyorch.cli import options as opt
+from pyorch.cli.bench.measurement import (
+    Column,
+    Done,
+    Given,
+    Measurement,
+    Row,
+    crossed,
+    from_option,
+    settings,
+)
+from pyorch.cli.bench.speed import (
+    ATTN,
+    LAYERS,
+    LIKE,
+    OUTPUT,
+    RATIO,
+    REPETITIONS,
+    YES,
+    CacheCase,
+)
+from pyorch.engine import cache_type
+from pyorch.errors import SparqError
+from pyorch.models import synth
+from pyorch.table import columns, number
+from pyorch.table import markdown as markdown_table
+
+LIKE_BOTH = ("llama2-7b", "llama3-8b")
+POSITIONS = [4096, 16384, 32768]
+SPECS = [
+    "dense",
+    "sparq,ratio=1/4",
+    "sparq,ratio=1/8",
+    "sparq,ratio=1/8,shadow=q8",
+    "sparq,ratio=1/8,shadow=f16",
+    "sparq,rank=32,topk=128",
+    "sparq,rank=32,topk=128,shadow=f16",
+    "topk,ratio=1/16",
+]
+BASE = 32  # the positions whose token time is subtracted
+TURN = 5  # tokens per turn
+
+# The rest of the model is as small as possible, so that attention is measured. Projections that
+# fit the caches at BASE and not at S would count as attention (width 512: up to 0.1 ms per layer).
+N_EMBD = 64
+_REST = {"n_embd": N_EMBD, "n_ff": 32, "n_vocab": 288}
+_LAYERS = {"llama2-7b": 2, "llama3-8b": 4}  # K and V of each case far exceed the caches of the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase(CacheCase):
+    """A row of the table. `n_depth` counts the visible positions, including the decoded token."""
+
+    like: str
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_samples: int = from_option(to=lambda given: given.repetitions * TURN)
+    seed: int = 1
+    n_base: int = BASE  # always; it stays because the key of every record is made from it
+    numa: str = from_option(
+        opt.numa_option(), default="", where_given=True, to=lambda given: given.numa or ""
+    )
+    n_embd: int = from_option(
+        default=512, where_given=True, to=lambda _: N_EMBD
+    )  # the default is the value in older records
+
+
+def groups(given: Given) -> list[list[AttentionCase]]:
+    """Cases that share a cache and take turns.
+
+    Raises:
+        SparqError: attention cannot be seen at so few positions.
+    """
+    if min(given.n_depth) < 2 * CELLS:
+        raise SparqError(
+            f"{min(given.n_depth)} positions are too few to see attention in a token's time",
+            f"at least {2 * CELLS}",
+            exit_code=2,
+        )
+    found, shared = [], settings(AttentionCase, given)
+    every = crossed(given, "type_k", "type_v", "n_depth", "n_threads")
+    for like, cache in product(given.like, [*every]):
+        shape = _shape(like, given.n_layer)
+        heads = {x: getattr(shape, x) for x in ("n_layer", "n_head", "n_head_kv", "head_dim")}
+        who = sides((False, True), cache["type_v"], given.specs)
+        found.append([AttentionCase(like=like, **shared, **cache, **heads, **x) for x in who])
+    return found
+
+
+def _shape(like: str, n_layer: int | None) -> synth.Shape:
+    return synth.shape_like(like, n_layer=n_layer or _LAYERS.get(like, 2), **_REST)
+
+
+def model_file(like: str, n_layer: int | None = None) -> Path:
+    """The model of a case, written on first use."""
+    shape = _shape(like, n_layer)
+    path = synth.folder() / f"attention-{like}-{shape.n_layer}-{N_EMBD}-v{synth.VERSION}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        synth.write(path, shape)
+    return path
+
+
+def cost(group: Sequence[AttentionCase]) -> int:
+    """The relative duration of a group, for the estimate of the time left."""
+    c = group[0]
+    return len(group) * (2000 + c.n_depth * c.n_head * c.n_layer // 64)
+
+
+def measure(_: Given, group: Sequence[AttentionCase], done: Done) -> list[Result]:
+    """Returns one result per case: samples at S and at BASE, bytes, counters and bandwidth.
+
+    Raises:
+        SparqError: a row did not run as it says, or our dense attention differs from stock's.
+    """
+    first = group[0]
+    model = model_file(first.like, first.n_layer)
+    reader = MemoryReader(first.n_threads)
+    with Workers() as workers:
+        for case in {c.place: c for c in group}.values():
+            same = ["n_threads", "flash_attn", "type_k", "type_v", "numa"]
+            workers.start(case.place, case.library).open(
+                model=str(model), n_ctx=case.n_depth, **{x: getattr(case, x) for x in same}
+            )
+        base, bandwidth = _at(BASE, group, workers, reader, lambda x: done(0.3 * x))
+        full, at_s = _at(first.n_depth, group, workers, reader, lambda x: done(0.3 + 0.7 * x))
+    results = []
+    for case, r0, r in zip(group, base, full, strict=True):
+        check_calls(case, r["counters"])
+        results.append(
+            {
+                **r,
+                "base_samples_ns": r0["samples_ns"],
+                "bytes_per_token": _bytes(case, r["counters"], case.n_depth),
+                "base_bytes_per_token": _bytes(case, r0["counters"], BASE),
+                "bandwidth_bytes_per_s": bandwidth + at_s,
+            }
+        )
+    return results
+
+
+def _at(
+    n_pos: int,
+    group: Sequence[AttentionCase],
+    workers: Workers,
+    reader: MemoryReader,
+    done: Done,
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Times all cases at a position, as `in_turns` does."""
+    for place in workers.values():
+        place.fill(n_pos=n_pos - 1, seed=group[0].seed)
+    prepare(group, lambda c: workers[c.place], check=n_pos > BASE)
+
+    def once(case: AttentionCase, turn: int) -> Any:
+        workers[case.place].attention(spec=str(case.spec))
+        return workers[case.place].decode(n=TURN, seed=turn)
+
+    return in_turns(group, range(group[0].n_samples // TURN), once, reader, done)
+
+
+def prepare(
+    group: Sequence[AttentionCase], process: Callable[[AttentionCase], Worker], *, check: bool
+) -> None:
+    """Seal everything before timing starts. `check` makes sure that no wrong kernel is timed."""
+    if check:
+        check_dense(group, process, group[0].n_depth)
+    for case in group:
+        process(case).attention(spec=str(case.spec))
+
+
+def check_calls(case: AttentionCase, counters: dict[str, int]) -> None:
+    """Refuse to report a row of ours unless every layer of every timed token ran as it says.
+
+    Raises:
+        SparqError: some or all did not.
+    """
+    if case.library == "sparq" and case.spec != OFF:
+        name = "calls_sparse" if case.spec.sparse else "calls_dense_op"
+        what = f"{case.label} at {case.n_depth} positions"
+        refuse_idle(what, counters, name, case.n_samples * case.n_layer)
+
+
+def _bytes(case: AttentionCase, counters: dict[str, int], n_pos: int) -> int:
+    """The bytes of K, V and shadow per token: our counters, or all of K and V once for stock."""
+    if counters.get("steps"):
+        return int(per_token(counters)[0])
+    n_cells = -(-n_pos // CELLS) * CELLS
+    width = case.n_layer * case.n_head_kv * case.head_dim
+    k, v = (cache_type(t).bytes_per_element for t in (case.type_k, case.type_v))
+    return int(n_cells * width * (k + v))
+
+
+# ---- rows and tables ----
+
+
+def rows(recs: Sequence[Record]) -> list[Row]:
+    """One flat row per record. `recs` holds whole runs, as `run` returns them.
+
+    The fields of its case, and then its times, with `speedup` over the faster of the run's stock,
+    and `roofline`, the share of the speed at which its bytes can be read; nan if noise hides them.
+    """
+    out = []
+    # attention to so few positions is dense, whatever the settings: ours share one base
+    base: dict[tuple[Any, ...], list[float]] = {}
+    for rec in recs:
+        base.setdefault(_base_key(rec), []).extend(rec["base_samples_ns"])
+    bases = {key: spread(samples)[0] for key, samples in base.items()}
+    best: dict[str, float] = {}
+    for rec in recs:
+        if rec["case"]["library"] == "stock":
+            run, mid = records.run_of(rec), _attention_ns(rec, bases[_base_key(rec)])[0]
+            best[run] = min(best.get(run, float("inf")), mid)
+    for rec in recs:
+        case, env = records.read_case(AttentionCase, rec), rec["env"]
+        mid, low, high = _attention_ns(rec, bases[_base_key(rec)])
+        # read before each turn: those at S are the last; memory may have been another at BASE
+        bandwidth = float(np.median(rec["bandwidth_bytes_per_s"][-(case.n_samples // TURN) :]))
+        moved = rec["bytes_per_token"] - rec["base_bytes_per_token"]
+        out.append(
+            {
+                "build_commit": env["commit"][:9],
+                "cpu_info": env["machine"]["cpu"],
+                **vars(case),
+                "attention_ms": mid / 1e6,
+                "attention_p10_ms": low / 1e6,
+                "attention_p90_ms": high / 1e6,
+                "token_ms": spread(rec["samples_ns"])[0] / 1e6,
+                "bytes_per_token": rec["bytes_per_token"],
+                "roofline": moved / (mid / 1e9) / bandwidth if mid > 0 else math.nan,
+                "bandwidth": bandwidth,
+                "speedup": best[records.run_of(rec)] / mid if mid > 0 else math.nan,
+                "test_time": rec["time"],
+            }
+        )
+    return out
+
+
+def _label(r: Row) -> str:
+    return f"stock -fa {int(r['flash_attn'])}" if r["library"] == "stock" else str(r["spec"])
+
+
+def _attention_ns(rec: Record, base: float) -> tuple[float, float, float]:
+    mid, low, high = spread(rec["samples_ns"])
+    return mid - base, low - base, high - base
+
+
+def _base_key(rec: Record) -> tuple[Any, ...]:
+    return records.run_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
+
+
+_SHOWN: dict[str, Column] = {
+    "positions": lambda r: r["n_depth"],
+    "attention": lambda r: f"`{_label(r)}`",
+    "ms per token (p10-p90)": lambda r: (
+        f"{r['attention_ms']:.2f} ({r['attention_p10_ms']:.2f}-{r['attention_p90_ms']:.2f})"
+    ),
+    "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
+    "whole token, ms": lambda r: f"{r['token_ms']:.2f}",
+    "MB read per token": lambda r: f"{r['bytes_per_token'] / 1e6:.1f}",
+    "share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %"),
+}
+
+
+def markdown(recs: Sequence[Record]) -> str:
+    """A table for each model, number of threads, types of K and V and place of memory."""
+    tables: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows(recs):
+        of = ("like", "n_layer", "n_threads", "type_k", "type_v", "numa")
+        tables.setdefault(tuple(row[x] for x in of), []).append(row)
+    out: list[str] = []
+    for table in tables.values():
+        r = table[0]
+        out += ["", f"**{r['like']}**, {r['n_layer']} layers, {r['n_head']} heads, "]
+        out[-1] += f"{r['n_head_kv']} KV heads of {r['head_dim']}, "
+        out[-1] += f"{r['type_k']} K, {r['type_v']} V, threads: {r['n_threads']}"
+        out[-1] += f", numa: {r['numa']}" if r["numa"] else ""
+        out += ["", columns(_SHOWN, table, left=("attention",))]
+    return "\n".join([*out, "", _machine_line(recs)]).strip()
+
+
+def summary(recs: Sequence[Record]) -> str:
+    """The table for a README: a line per attention, and a column per model, length, threads, types
+    of K and V and place of memory."""
+    cells: dict[str, dict[tuple[str, int, int, str, str], str]] = {}
+    for r in rows(recs):
+        text = f"{r['attention_ms']:.1f}"
+        if r["attention_ms"] > 0 and r["library"] != "stock":
+            text += f" ({r['speedup']:.1f}x, {100 * r['roofline']:.0f} %)"
+        types = f"{r['type_k']} K, {r['type_v']} V"
+        place = r["like"], r["n_depth"], r["n_threads"], types, r["numa"]
+        cells.setdefault(_label(r), {})[place] = text
+    measured = list(dict.fromkeys(place for line in cells.values() for place in line))
+    several, mixed, placed = (len({place[i] for place in measured}) > 1 for i in (2, 3, 4))
+    heads = [
+        f"{like}, S {s}"
+        + (f", threads {n}" if several else "")
+        + (f", {t}" if mixed else "")
+        + (f", numa {numa or 'none'}" if placed else "")
+        for like, s, n, t, numa in measured
+    ]
+    lines = ([f"`{name}`", *(line.get(c, "") for c in measured)] for name, line in cells.items())
+    table = markdown_table(["attention", *heads], lines)
+    layers = sorted({f"{r['case']['n_layer']} layers of {r['case']['like']}" for r in recs})
+    text = (
+        f"Milliseconds of attention per token in {', '.join(layers)}; in brackets how many times "
+        "faster than the faster of llama.cpp's two, and the share of the speed at which memory "
+        "delivers the bytes that were read. "
+    )
+    return f"{table}\n\n{text}{_machine_line(recs)}"
+
+
+def _machine_line(recs: Sequence[Record]) -> str:
+    speeds = sorted(r["bandwidth"] / 1e9 for r in rows(recs))
+    machine = recs[0]["env"]["machine"]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores; sequential read "
+        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run.{records.about_old(recs)}"
+    )
+
+
+MEASUREMENT = Measurement(
+    name="attention",
+    about="Attention by itself, stock llama.cpp's and ours in turns.",
+    case=AttentionCase,
+    options=(YES, LIKE, LAYERS, RATIO, ATTN, REPETITIONS, OUTPUT),
+    groups=groups,
+    measure=measure,
+    table=markdown,
+    libraries=("stock", "sparq"),
+    cost=cost,
+    rows=rows,
+    summary=summary,
+)

@@ -1,0 +1,807 @@
+"""Measures decoded tokens and prompts at a depth: stock llama.cpp beside ours, in one run.
+
+The tests are those of llama-bench: `tg N @ dD` decodes N tokens after D positions, `pp N @ dD`
+reads a prompt of N. The D positions hold random K and V (`pyorch/bench/state.py`), or a prompt
+that was read for real. Stock `-fa 0`, stock `-fa 1` and ours are processes of their own; they take
+turns (A B C, C B A, ...) of a whole test each, after one that is not timed.
+
+    roofline   the bytes a token needs (weights once, K and V and shadow as read), at the speed of
+               a plain sequential read by as many threads, measured between the turns
+    limit      bytes stock needs / bytes ours needs: the speed-up of a program that does nothing
+               but read
+
+`compare-llama-bench.py` and other tools of llama.cpp find their fields in the rows under their
+names; our own fields come after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyorch import native, table
+from pyorch.attention.bytes import CELLS, GROUP, N_BATCH, cache_bytes, layer_costs, per_token
+from pyorch.attention.saved import resolve
+from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model, parse_spec
+from pyorch.bench import paper, records
+from pyorch.bench.bandwidth import MemoryReader, usual_bytes
+from pyorch.bench.records import Record, Result, spread
+from pyorch.bench.room import Place, Synthetic, geometry_of
+from pyorch.bench.turns import OFF, Side, check_dense, in_turns, refuse_idle, sides
+from pyorch.bench.worker import Worker, Workers
+from pyorch.cli import options as opt
+from pyorch.cli import types
+from pyorch.cli.bench.measurement import (
+    Column,
+    Done,
+    Given,
+    Measurement,
+    Row,
+    added,
+    crossed,
+    differing,
+    from_option,
+    rope_field,
+    settings,
+    text_hash,
+)
+from pyorch.cli.groups import several, takes
+from pyorch.cli.loading import model_path
+from pyorch.cli.terminal import confirm, note_if_beyond
+from pyorch.cli.types import THREADS, File, Files, Name, Number, Numbers, Ratio, Several
+from pyorch.engine import cache_type, usable_cores
+from pyorch.engine.settings import context_size
+from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
+from pyorch.ggml import CACHE_TYPES
+from pyorch.models.content import card_of
+from pyorch.models.geometry import Geometry
+from pyorch.models.gguf_file import read_gguf
+from pyorch.models.memory import available_memory
+from pyorch.models.synth import QUANTS
+from pyorch.table import number
+from pyorch.text import human_bytes, printable
+
+DEPTH = 4096
+
+# ---- options that are no fields of a case ----
+
+# as in llama-bench; with `auto` stock is measured both ways
+_FLASH_ATTN = {
+    **dict.fromkeys(("0", "off", "disabled", "false"), (False,)),
+    **dict.fromkeys(("1", "on", "enabled", "true"), (True,)),
+    **dict.fromkeys(("auto", "-1"), (False, True)),
+}
+MODELS = added(
+    "models", several("--model", "-m", of=Files(), text="GGUF models, as in `sparq-cpp pull`.")
+)
+YES = added("yes", opt.yes_option())
+LIKE = click.option(
+    "--like",
+    multiple=True,
+    metavar="NAME",
+    help="Time a synthetic model of this shape.  [default: llama2-7b]",
+)
+LAYERS = click.option(
+    "--layers",
+    "n_layer",
+    type=types.LAYERS,
+    help="Layers of the synthetic model.  [default: as many as fit]",
+)
+QUANT = click.option(
+    "--quant",
+    type=Name(*QUANTS),
+    default="q8_0",
+    show_default=True,
+    help="Weights of the synthetic model.",
+)
+FLASH_ATTN = click.option(
+    "-fa",
+    "--flash-attn",
+    type=Several(Name(*_FLASH_ATTN)),
+    multiple=True,
+    default=("0,1",),
+    callback=lambda _, __, lists: list(
+        dict.fromkeys(fa for names in lists for name in names for fa in _FLASH_ATTN[name])
+    ),
+    help="Flash attention of stock: 0, 1 or auto, which is both.  [default: 0,1]",
+)
+RATIO = added(
+    "ratio",
+    several(
+        "--ratio", of=Ratio(), default="1/8", text="Shares of dense attention's bytes to read."
+    ),
+)
+ATTN = click.option(
+    *opt.SPEC_OPTION,
+    "attn",
+    multiple=True,
+    metavar="SPEC",
+    help="All settings of attention as one line, in place of --ratio.",
+)
+REPETITIONS = click.option(
+    "-r",
+    "--repetitions",
+    type=Number(int, 1),
+    default=5,
+    show_default=True,
+    help="Repeat each test this many times.",
+)
+TEXT = click.option(
+    "--text",
+    type=File(),
+    metavar="FILE",
+    help="A book, of which -d tokens are read in place of random K and V.",
+)
+RPC = takes(rpc=opt.RpcOptions)
+OUTPUT = click.option(
+    "-o",
+    "--output",
+    type=Name("md", "summary", "csv", "json", "jsonl"),
+    default="md",
+    show_default=True,
+    help="Format of the table.",
+)
+
+
+# ---- cases ----
+
+
+def _of_cache(short: str, name: str) -> Any:
+    """The field of the type of K or V."""
+    text = f"Type of {name.upper()} in the cache."
+    kind = Name(*CACHE_TYPES)
+    names = (short, f"--cache-type-{name}")
+    return from_option(several(*names, of=kind, default="f16", text=text), default="f16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCase(Side):
+    """A cache of a kind and size, and the threads that read it."""
+
+    n_depth: int = from_option(
+        several(
+            "-d",
+            "--n-depth",
+            of=Numbers(),
+            text=f"Positions in the cache before.  [default: {DEPTH}; with --attn-only "
+            "4096,16384,32768]",
+        )
+    )
+    type_k: str = _of_cache("-ctk", "k")
+    type_v: str = _of_cache("-ctv", "v")
+    n_threads: int = from_option(
+        several(
+            "-t",
+            "--threads",
+            of=Numbers(1, THREADS.high),
+            text="Number of threads.  [default: all cores]",
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedCase(CacheCase):
+    """A row. Fields that llama-bench has too keep its names."""
+
+    model: Path = field(default=Path(), metadata={"unrecorded": True})
+    model_filename: str
+    model_type: str
+    model_size: int  # the bytes of all tensors
+    model_n_params: int
+    n_prompt: int = from_option(
+        several(
+            "-p", "--n-prompt", of=Numbers(), default="0", text="Time prompts of this many tokens."
+        )
+    )  # either this
+    n_gen: int = from_option(
+        several("-n", "--n-gen", of=Numbers(), default="16", text="Time this many decoded tokens.")
+    )  # or this is 0
+    repetitions: int = from_option(to=lambda given: given.repetitions)
+    # it stays because every key is made from it; records until November 2026 have both
+    below_min_ctx: bool = False
+    seed: int = 1  # of the positions before
+    calibration: str = from_option(default="", where_given=True)  # see `calibration`
+    text: str = from_option(
+        default="",
+        where_given=True,
+        to=lambda given: text_hash(_text(given)),
+        column=("positions before", lambda r: _before(r)),
+    )  # a hash of what ours has read; without one K and V are random
+    repack: bool = from_option(
+        opt.repack_option(),
+        default=True,
+        where_given=True,
+        to=lambda given: not given.repack,  # the option is --no-repack
+        column=("weights", lambda r: "rearranged" if r["repack"] else "as in the file"),
+    )
+    numa: str = from_option(
+        opt.numa_option(),
+        default="",
+        to=lambda given: given.numa or "",
+        column=("numa", lambda r: r["numa"] or "none"),
+    )
+    rope: str = rope_field()
+    kv_offload: bool = from_option(
+        opt.kv_option("in any case"),
+        default=True,
+        where_given=True,
+        to=lambda given: given.kv_offload is not False,
+        column=("K and V", lambda r: "with the layers" if r["kv_offload"] else "in memory"),
+    )
+    n_gpu_layers: int | None = from_option(
+        opt.gpu_option(),
+        default=None,
+        where_given=True,
+        column=(
+            "layers on the GPU",
+            lambda r: "all" if r["n_gpu_layers"] is None else r["n_gpu_layers"],
+        ),
+    )
+    n_workers: int = from_option(
+        default=0,
+        where_given=True,
+        to=lambda given: len(given.rpc.workers),
+        column=("workers", lambda r: r["n_workers"]),
+    )
+    tensor_split: str = from_option(
+        default="",
+        where_given=True,
+        to=lambda given: ",".join(f"{x:g}" for x in given.rpc.tensor_split),
+        column=("split", lambda r: r["tensor_split"] or "by memory"),
+    )
+
+    @property
+    def test(self) -> str:
+        return test_name(self.n_prompt, self.n_gen, self.n_depth)
+
+    @property
+    def n_batch(self) -> int:
+        """The tokens per batch, for which llama.cpp sets memory aside."""
+        return N_BATCH if self.n_prompt or self.text else 8
+
+    @property
+    def n_positions(self) -> int:
+        """The positions that the cache has room for."""
+        return room_for(self.n_depth, max(self.n_prompt, self.n_gen))
+
+
+def room_for(n_depth: int, n_tokens: int) -> int:
+    """The positions of a cache that a test needs, with one to spare: the first token of a text
+    counts as its prompt, so an empty cache gets one token before ours is checked at the next."""
+    return n_depth + max(n_tokens, 1) + 1
+
+
+def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
+    """The name of a test as llama-bench prints it: `tg16 @ d4096`."""
+    name = f"pp{n_prompt}" if n_prompt else f"tg{n_gen}"
+    return f"{name} @ d{n_depth}" if n_depth else name
+
+
+def _text(given: Given) -> str:
+    """What ours reads before the tests."""
+    return _text_of(given.text) if given.text else ""
+
+
+@cache
+def _text_of(file: str) -> str:
+    return read_texts([Path(file)])[0]
+
+
+def calibration(spec: AttentionSpec, model: Path) -> str:
+    """A hash of the settings that `calibrated` or `top-p` stands for, "" for other budgets: a new
+    calibration makes other records.
+
+    Raises:
+        SparqError: the model is not calibrated for these settings.
+    """
+    settings = str(resolve(spec, model))
+    return hashlib.sha256(settings.encode()).hexdigest()[:8] if spec.budget in CALIBRATED else ""
+
+
+# ---- plan ----
+
+
+def complete(given: Given) -> None:
+    """Put the defaults of a run into its options, and the objects that they mean.
+
+    Raises:
+        SparqError: a model is neither here nor on the hub.
+    """
+    given.n_threads = given.n_threads or [usable_cores()]
+    given.specs = [parse_spec(x) for x in given.attn]
+    given.specs = given.specs or [AttentionSpec("sparq", ratio=x) for x in given.ratio]
+    given.models = [model_path(m, given.yes, native.check_compiler) for m in given.models]
+    given.like = given.like or ["llama2-7b"]
+    given.n_depth = given.n_depth or [DEPTH]
+    given.rpc.allowed()
+
+
+def groups(given: Given) -> list[list[SpeedCase]]:
+    """The cases that share a cache and take turns. Synthetic models are written after asking.
+
+    Raises:
+        SparqError: there is nothing to measure, or a row cannot run as it says.
+    """
+    tests = [{"n_prompt": n, "n_gen": 0} for n in given.n_prompt if n]
+    tests += [{"n_prompt": 0, "n_gen": n} for n in given.n_gen if n]
+    if not tests:
+        raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
+    most = max(*given.n_prompt, *given.n_gen)
+    caches = []
+    for source in given.models or given.like:
+        for cache_ in crossed(given, "n_depth", "type_k", "type_v"):
+            who = sides(given.flash_attn, cache_["type_v"], given.specs)
+            if who[0]["library"] != "stock":
+                raise SparqError(
+                    f"llama.cpp has no {cache_['type_v']} V without flash attention",
+                    "-fa 1, or a -ctv of f16 or bf16",
+                    exit_code=2,
+                )
+            model = source
+            if not isinstance(source, Path):
+                size = room_for(cache_["n_depth"], most), cache_["type_k"], cache_["type_v"]
+                at = Place(given.n_gpu_layers, given.kv_offload is not False, not given.repack)
+                n_layer = given.n_layer or at.fitting(
+                    source, given.quant, [Side(**side) for side in who], size
+                )
+                model = Synthetic(source, n_layer, given.quant)
+            caches.append((model, cache_, who))
+    _agree_to_write([m for m, *_ in caches if isinstance(m, Synthetic)], given.yes)
+    shared, found = settings(SpeedCase, given), []
+    rope = given.rope.settings()
+    for model, cache_, who in caches:
+        path = model.written() if isinstance(model, Synthetic) else model
+        geo = geometry_of(path)
+        if path is model:
+            room = room_for(cache_["n_depth"], most)
+            note_if_beyond(context_size(geo, room, rope), geo.n_ctx_train)
+        about = {
+            "model": path,
+            "model_filename": printable(path.name),
+            "model_type": geo.name,
+            "model_size": geo.weight_bytes,
+            "model_n_params": geo.n_params,
+        }
+        who = [side | {"calibration": calibration(side["spec"], path)} for side in who]
+        for test, n_threads in product(tests, given.n_threads):
+            common = shared | cache_ | test | about | {"n_threads": n_threads}
+            found.append([SpeedCase(**common, **side) for side in who])
+    for group in found:
+        check(group)
+    return found
+
+
+def _agree_to_write(models: Sequence[Synthetic], yes: bool) -> None:
+    """Ask before gigabytes of synthetic weights are written.
+
+    Raises:
+        SparqError: there is neither a terminal to ask on, nor --yes.
+    """
+    if todo := {m.path: m.n_bytes for m in models if not m.path.exists()}:
+        names = ", ".join(f"{path.name} ({human_bytes(n)})" for path, n in todo.items())
+        what = f"{names} with random weights in {next(iter(todo)).parent}"
+        hint = "write it with --yes, or measure a model of yours: -m FILE"
+        question = f"Write {what}? They stay there until `sparq-cpp models rm synthetic`."
+        confirm(question, yes, f"the benchmark would write {what}", hint)
+
+
+def check(group: Sequence[SpeedCase]) -> None:
+    """Refuse rows of tokens that cannot run as they say, before anything is measured.
+
+    Raises:
+        SparqError: a sparse row is dense at its positions.
+    """
+    geo = geometry_of(group[0].model)
+    for c in group:
+        spec = resolve(c.spec, c.model)
+        check_against_model(spec, geo.head_dim_k, geo.n_layer)
+        if not (c.n_gen and spec.sparse) or geo.why_dense:
+            continue
+        # what the first token sees; the very first of a text counts as its prompt
+        n_pos = max(c.n_depth, 1) + 1
+        splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *_element_bytes(c))]
+        if all(s.dense for s in splits):
+            reason = f": {splits[0].reason}" if splits else ""
+            raise SparqError(
+                f"{c.spec} stays dense at {n_pos} positions{reason}",
+                "more positions (-d), or min_ctx=0 in -a; -a dense measures our dense",
+                exit_code=2,
+            )
+
+
+def _element_bytes(c: CacheCase) -> list[float]:
+    return [cache_type(t).bytes_per_element for t in (c.type_k, c.type_v)]
+
+
+def cost(group: Sequence[SpeedCase]) -> int:
+    """The relative duration of a group, for the estimate of the time left: roughly the MB read."""
+    c = group[0]
+    types = cache_type(c.type_k), cache_type(c.type_v)
+    read = c.model_size + cache_bytes(geometry_of(c.model), c.n_positions, *types)
+    # a token of a prompt takes a tenth of the time of a decoded one
+    tokens = c.n_depth / 10 * bool(c.text) + (c.repetitions + 1) * (c.n_gen or c.n_prompt / 10)
+    threads = min(c.n_threads, 8)  # more threads hardly read faster
+    return int(len(group) * (2e9 + read * (5 + tokens / threads)) / 1e6)
+
+
+# ---- measure ----
+
+
+def measure(given: Given, group: Sequence[SpeedCase], done: Done) -> list[Result]:
+    """Returns one result per case of a group: samples, bytes, counters and bandwidth.
+
+    Raises:
+        SparqError: a sparse row did not run sparse, a result differs from stock's, or the library
+            refuses something.
+    """
+    first, geo = group[0], geometry_of(group[0].model)
+    if not first.n_workers:
+        check_memory(group)
+    reader = MemoryReader(first.n_threads)
+    opened: list[Worker] = []
+    with Workers() as workers:
+
+        def process(case: SpeedCase) -> Worker:
+            """The process of a case, with its model and `n_depth` positions in its cache. Other
+            machines serve one program at a time, so with them it is closed before the next
+            opens."""
+            worker = workers.start(case.place, case.library)
+            if worker not in opened:
+                if case.n_workers:
+                    for other in opened:
+                        other.close()
+                    opened.clear()
+                opened.append(worker)
+                _open(worker, case, given)
+            return worker
+
+        for i, case in enumerate(group):
+            process(case)
+            done(0.1 * (i + 1) / len(group))
+        layers = _prepare(group, process, _text(given))
+        done(0.2)
+        # a round of growth has one timed turn, and its number as the seed: A B, B A, ...
+        results, bandwidth = in_turns(
+            group,
+            range(-1, first.repetitions),
+            lambda case, turn: once(process(case), case, turn),
+            reader,
+            lambda share: done(0.2 + 0.8 * share),
+            swap=first.seed % 2 == 0,
+        )
+    card = card_of(first.model)
+    for case, result, n_layer in zip(group, results, layers, strict=True):
+        check_calls(case, result["counters"], n_layer)
+        result["bytes_weights"] = geo.weight_bytes_per_token
+        result["bytes_kv"] = kv_bytes(case, geo, result["counters"])
+        result["layers_sparse"] = n_layer
+        result["n_layer"] = geo.n_layer
+        result |= {"model_title": card.title} if card else {}
+        result["bandwidth_bytes_per_s"] = bandwidth
+    return results
+
+
+def check_memory(group: Sequence[SpeedCase]) -> None:
+    """Raises:
+    SparqError: the processes of a group need more memory than there is.
+    """
+    c, geo = group[0], geometry_of(group[0].model)
+    place = Place(c.n_gpu_layers, c.kv_offload, c.repack)
+    types = {t.type for t in read_gguf(c.model).tensors}
+    buffers = c.n_threads * usual_bytes(c.n_threads)
+    needed = place.needs(group, (c.n_positions, c.type_k, c.type_v), geo, types, buffers)
+    free = int(place.memory) if place.on_gpu else available_memory()
+    if needed > free:
+        raise SparqError(
+            f"{len({c.place for c in group})} processes with {c.n_positions} positions each need "
+            f"about {human_bytes(needed)}, but only {human_bytes(free)} of memory is available",
+            "use a lower -d, only one of -fa 0 and -fa 1, or fewer --layers of a synthetic model",
+        )
+
+
+def _open(worker: Worker, case: SpeedCase, given: Given) -> None:
+    same = "n_threads n_batch flash_attn type_k type_v numa n_gpu_layers kv_offload rope repack"
+    worker.open(
+        model=str(case.model),
+        n_ctx=-(-case.n_positions // CELLS) * CELLS,
+        workers=list(given.rpc.workers),
+        tensor_split=list(given.rpc.tensor_split),
+        **{name: getattr(case, name) for name in same.split()},
+    )
+    if case.n_depth:
+        worker.fill(n_pos=case.n_depth, seed=case.seed)
+
+
+def _prepare(
+    group: Sequence[SpeedCase], process: Callable[[SpeedCase], Worker], text: str
+) -> list[int]:
+    """Check, read and seal everything before timing starts. Returns how many layers of each case
+    are not left to llama.cpp."""
+    layers = []
+    check_dense(group, process, group[0].n_depth)
+    for case in {c.place: c for c in group}.values() if text else ():
+        n = max(case.n_prompt, case.n_gen + 1)
+        process(case).read(text=text, n_pos=case.n_depth, n=n)
+    for case in group:
+        worker = process(case)
+        worker.attention(spec=str(case.spec))
+        n_layer, reasons = (0, []) if case.spec == OFF else worker.layers()
+        if not n_layer and case.spec != OFF:
+            raise SparqError(
+                f"{case.label} with {case.type_k} K and {case.type_v} V stays dense: "
+                f"{'; '.join(reasons) or 'no reason given'}",
+                "what does not run is not reported; `sparq-cpp explain` says more",
+            )
+        layers.append(n_layer)
+    return layers
+
+
+def once(worker: Worker, case: SpeedCase, turn: int) -> dict[str, Any]:
+    """Run one test of a case; the cache is unchanged afterwards. Turn -1 only warms up, for which a
+    short test is enough."""
+    worker.attention(spec=str(case.spec))
+    whole = turn >= 0
+    if case.n_gen:
+        n = case.n_gen if whole else min(case.n_gen, 3)
+        got: dict[str, Any] = worker.generate(n=n, seed=turn + 1)
+        return got
+    got = worker.prefill(n=case.n_prompt if whole else min(case.n_prompt, 256), seed=turn + 1)
+    worker.rewind(n_pos=case.n_depth)
+    return got
+
+
+def check_calls(case: SpeedCase, counters: Mapping[str, int], n_layer: int) -> None:
+    """Refuse to report a row of ours unless every timed test ran as the row says. Attention of a
+    prompt is exact; `label` tells from a counter whose code it was.
+
+    Args:
+        n_layer: layers that are not left to llama.cpp.
+
+    Raises:
+        SparqError: an attention call of a decoded token was not sparse (or not our dense), or a
+            prompt with SparQ on sealed too few groups of positions.
+    """
+    what, calls = f"{case.label}, {case.test}", n_layer * case.repetitions
+    if case.library == "stock" or case.spec == OFF:
+        return
+    if case.n_gen:
+        n_decoded = case.n_gen - (case.n_depth == 0)  # the first token of a text is its prompt
+        name = "calls_sparse" if case.spec.sparse else "calls_dense_op"
+        refuse_idle(what, counters, name, calls * n_decoded)
+    elif case.spec.method == "sparq":
+        # the last batch's groups are left to the tokens that follow
+        n_groups = max(case.n_prompt - N_BATCH, 0) // GROUP
+        refuse_idle(what, counters, "groups_sealed", calls * n_groups, at_least=True)
+
+
+def kv_bytes(case: SpeedCase, geo: Geometry, counters: Mapping[str, int]) -> int:
+    """The bytes of K, V, shadow and sums of V per token, as the mean over the tokens of a test.
+
+    Our ops count what they read. For llama.cpp it is predicted: every position that a layer sees,
+    once. 0 means unknown (a prompt, or latent attention).
+    """
+    if case.n_prompt or geo.is_mla:
+        return 0
+    counted = counters.get("steps", 0)
+    total = 0
+    for n_pos in range(case.n_depth + 1, case.n_depth + case.n_gen + 1):
+        layers = layer_costs(geo, OFF, n_pos, *_element_bytes(case))
+        total += sum(x.bytes_dense for x in layers if not (counted and x.ours))
+    return total // case.n_gen + int(per_token(counters)[0])
+
+
+# ---- rows and tables ----
+
+
+def rows(recs: Sequence[Record]) -> list[Row]:
+    """One flat row per record, llama-bench's fields first. `recs` holds whole runs.
+
+    `samples_ns` are for single tokens (or whole prompts), `avg_ns` is for a whole test. `speedup`
+    and `roofline_speedup` are over the faster of the run's stock; nan where they mean nothing.
+    """
+    best: dict[str, tuple[float, int]] = {}
+    for rec in recs:
+        if rec["case"]["library"] == "stock":
+            run, this = records.run_of(rec), spread(rec["samples_ns"])[0]
+            best[run] = min(best.get(run, (math.inf, 0)), (this, rec["bytes_kv"]))
+    return [_row(rec, *best.get(records.run_of(rec), (math.nan, 0))) for rec in recs]
+
+
+def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
+    c, env = records.read_case(SpeedCase, rec), rec["env"]
+    samples = rec["samples_ns"]
+    per = c.n_gen or 1  # whole tests, as in llama-bench
+    tests = [sum(samples[i : i + per]) for i in range(0, len(samples), per)]
+    speeds = [1e9 * (c.n_prompt or c.n_gen) / t for t in tests]
+    mid, low, high = spread(samples)
+    bandwidth = statistics.median(rec["bandwidth_bytes_per_s"])
+    weights = rec["bytes_weights"]
+    moved = weights + rec["bytes_kv"] if rec["bytes_kv"] else math.nan
+    case = {k: v for k, v in vars(c).items() if k not in ("model", "spec")}
+    gpu = "gpu" in env["machine"] and c.n_gpu_layers != 0
+    paper_limit, paper_speedup = _published(c)
+    return {
+        "build_commit": env["commit"][:9],
+        "cpu_info": env["machine"]["cpu"],
+        "backends": "RPC" if c.n_workers else "CUDA" if gpu else "CPU",
+        "n_batch": c.n_batch,
+        "n_ubatch": c.n_batch,
+        **case,
+        "model_type": rec.get("model_title", c.model_type),
+        "flash_attn": int(c.flash_attn),
+        "test_time": rec["time"],
+        "avg_ns": round(statistics.fmean(tests)),
+        "stddev_ns": round(statistics.stdev(tests)) if len(tests) > 1 else 0,
+        "avg_ts": statistics.fmean(speeds),
+        "stddev_ts": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
+        "sparse_attn": c.spec,
+        "median_ns": round(mid),
+        "p10_ns": round(low),
+        "p90_ns": round(high),
+        "speedup": best_ns / mid,
+        "roofline_speedup": (weights + best_kv) / moved if best_kv else math.nan,
+        "paper_speedup": paper_speedup,
+        "paper_limit": paper_limit,
+        **{x: rec[x] for x in ("bytes_weights", "bytes_kv", "n_layer", "layers_sparse", "key")},
+        "bandwidth_bytes_per_s": round(bandwidth),
+        "roofline_ns": moved / bandwidth * 1e9,
+        "roofline_share": moved / bandwidth * 1e9 / mid,
+        **{x: rec["counters"].get(x, 0) for x in ("calls_sparse", "calls_prefill")},
+        "pin": env["pin"],
+        "stamp": env["stamps"][c.library],
+        "dirty": env["dirty"],
+        "old": records.is_old(rec),
+    }
+
+
+def _published(c: SpeedCase) -> tuple[float, float]:
+    """SparQ's Fig. 9 for a row with its model, weights, cache and ratio: the limit by bytes, and
+    the speed-up measured on a CPU with 32 threads. NaN if the figure has no such point."""
+    like_paper = (
+        c.model_type.startswith("llama2-7b q8_0")
+        and (c.type_k, c.type_v, c.spec.method) == ("f16", "f16", "sparq")
+        and c.spec.ratio == 1 / 8
+        and c.n_gen
+    )
+    limit, dense, ours = (
+        dict(paper.points("end_to_end", f"SparQ CPU: {x}")) for x in ("limit", "dense", "SparQ 1/8")
+    )
+    if not like_paper or c.n_depth not in limit:
+        return math.nan, math.nan
+    return limit[c.n_depth], round(dense[c.n_depth] / ours[c.n_depth], 2)
+
+
+def label(row: Row) -> str:
+    """The name of a row."""
+    if row["library"] == "stock":
+        return f"stock -fa {row['flash_attn']}"
+    if row["n_prompt"] > 1:  # SparQ seals during a prompt
+        whose = "our" if row["calls_prefill"] else "llama.cpp's"
+        return f"{row['sparse_attn']}, {whose} prefill"
+    return str(row["sparse_attn"]) + (", dense: below min_ctx" if row["below_min_ctx"] else "")
+
+
+def test(row: Row) -> str:
+    """The name of a row's test, as llama-bench prints it."""
+    return test_name(row["n_prompt"], row["n_gen"], row["n_depth"])
+
+
+_COMPARED: dict[str, Column] = {
+    "limit": lambda r: number(r["roofline_speedup"], "{:.2f}x"),
+    "share of roofline": lambda r: number(100 * r["roofline_share"], "{:.0f} %"),
+    "paper: limit": lambda r: number(r["paper_limit"], "{:.2f}x"),
+    "paper: measured": lambda r: number(r["paper_speedup"], "{:.2f}x"),
+}
+
+
+def markdown(recs: Sequence[Record]) -> str:
+    """llama-bench's table, with our own columns at the right."""
+    shown: dict[str, Column] = {
+        "model": lambda r: r["model_type"],
+        "size": lambda r: _size(r["model_size"]),
+        "threads": lambda r: r["n_threads"],
+        "type_k": lambda r: r["type_k"],
+        "type_v": lambda r: r["type_v"],
+        "attention": lambda r: f"`{label(r)}`",
+        "test": test,
+        "t/s": lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",
+        "ms (p10-p90)": lambda r: (
+            f"{r['median_ns'] / 1e6:.2f} ({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f})"
+        ),
+        "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
+        **_COMPARED,
+    }
+    found = rows(recs)
+    for name in ("type_k", "type_v"):  # as in llama-bench, only if rows differ in it
+        if {r[name] for r in found} == {"f16"}:
+            del shown[name]
+    return _table(shown, found) + "\n\n" + _machine(recs)
+
+
+def summary(recs: Sequence[Record]) -> str:
+    """The table for a README: a line for each row of ours, with the faster stock."""
+    found = [r for r in rows(recs) if r["library"] != "stock"]
+    found = [r for r in found if r["n_gen"] and not r["below_min_ctx"]]
+    shown: dict[str, Column] = {
+        "model": lambda r: r["model_type"],
+        "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
+        "positions": lambda r: r["n_depth"],
+        "attention": lambda r: f"`{label(r)}`",
+        "best stock, ms": lambda r: f"{r['speedup'] * r['median_ns'] / 1e6:.1f}",
+        "ours, ms": lambda r: f"{r['median_ns'] / 1e6:.1f}",
+        "faster": lambda r: f"{r['speedup']:.2f}x",
+        **{{"limit": "limit by bytes"}.get(name, name): show for name, show in _COMPARED.items()},
+    }
+    if len({r["n_threads"] for r in found}) > 1:
+        shown["threads"] = lambda r: r["n_threads"]
+    return _table(shown, found) + "\n\n" + _machine(recs)
+
+
+def _before(r: Row) -> str:
+    if r["text"] == "random tokens":  # of versions that read them
+        return "random tokens"
+    return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
+
+
+def _table(shown: Mapping[str, Column], found: Sequence[Row]) -> str:
+    """The rows as Markdown, without columns that say nothing."""
+    every = {**shown, **differing(SpeedCase, found)}
+    told = {name: show for name, show in every.items() if {show(r) for r in found} != {"-"}}
+    return table.columns(told, found, left=("model", "attention"))
+
+
+def _machine(recs: Sequence[Record]) -> str:
+    speeds = sorted(r["bandwidth_bytes_per_s"] / 1e9 for r in rows(recs))
+    env = recs[0]["env"]
+    before = " or ".join(dict.fromkeys(map(_before, rows(recs))))
+    pins = ", ".join(dict.fromkeys(r["env"]["pin"] for r in recs))
+    commits = dict.fromkeys(
+        f"{r['env']['commit'][:9]}{' and changes' if r['env']['dirty'] else ''}" for r in recs
+    )
+    return (
+        f"{env['machine']['cpu']}, {env['machine']['cores']} cores; sequential read "
+        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run; positions before: {before}; "
+        f"{pins}, {', '.join(commits)}.{records.about_old(recs)}"
+    )
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.2f} MiB"
+
+
+MEASUREMENT = Measurement(
+    name="speed",
+    about="Decoded tokens and prompts, stock llama.cpp and ours in turns.",
+    case=SpeedCase,
+    options=(
+        MODELS,
+        YES,
+        LIKE,
+        LAYERS,
+        QUANT,
+        FLASH_ATTN,
+        RATIO,
+        ATTN,
+        REPETITIONS,
+        TEXT,
+        RPC,
+        OUTPUT,
+    ),
+    groups=groups,
+    measure=measure,
+    table=markdown,
+    libraries=("stock", "sparq"),
+    cost=cost,
+    rows=rows,
+    summary=summary,
+)

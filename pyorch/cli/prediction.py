@@ -1,0 +1,134 @@
+"""What a token of a model reads, and the speed-up that follows: for `explain` and `models`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from pyorch.attention import bytes as cost
+from pyorch.attention.spec import AttentionSpec
+from pyorch.ggml import CACHE_TYPES, TensorType
+from pyorch.models.geometry import Geometry
+
+KINDS = {
+    "full": "read every position",
+    "latent": "have latent attention and stay dense",
+    "window": "have a window",
+    "recurrent": "are recurrent",
+    "other": "are feed-forward only",  # or only predict further tokens
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A context of `n_pos` positions, and a token after it. Sizes are in bytes; the speed-ups are
+    limits: of a program that does nothing but read.
+
+    types: those of K and V in the cache.
+    """
+
+    geo: Geometry
+    spec: AttentionSpec
+    n_pos: int
+    types: tuple[TensorType, TensorType] = (CACHE_TYPES["f16"],) * 2
+
+    @cached_property
+    def layers(self) -> Sequence[cost.LayerCost]:
+        sizes = (t.bytes_per_element for t in self.types)
+        return cost.layer_costs(self.geo, self.spec, self.n_pos, *sizes)
+
+    @property
+    def read(self) -> int:
+        """Those of K, V and the transposed K that a token reads."""
+        return sum(c.bytes_read for c in self.layers)
+
+    @property
+    def dense(self) -> int:
+        """Those of K and V that dense attention reads."""
+        return sum(c.bytes_dense for c in self.layers)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """`read` and `dense` of the layers that /stats counts."""
+        ours = [c for c in self.layers if c.ours]
+        return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
+
+    @property
+    def weights(self) -> int:
+        """Those of the weights that a token reads."""
+        return self.geo.weight_bytes_per_token
+
+    @property
+    def share(self) -> float:
+        """That of K and V in what a dense token reads."""
+        return self.dense / (self.weights + self.dense)
+
+    @property
+    def speedup(self) -> float:
+        """That of a whole token."""
+        return (self.weights + self.dense) / (self.weights + self.read)
+
+    @property
+    def cache(self) -> int:
+        """The memory of K and V."""
+        return cost.cache_bytes(self.geo, self.n_pos, *self.types, cost.N_BATCH)
+
+    @property
+    def shadow(self) -> int:
+        """The memory of the transposed K."""
+        return cost.shadow_bytes(self.geo, self.n_pos, self.spec)
+
+    @property
+    def memory(self) -> int:
+        """The memory of all of it."""
+        return self.geo.weight_bytes + self.cache + self.shadow
+
+    def uses_mean_v(self, c: cost.LayerCost) -> bool:
+        return cost.uses_mean_v(self.spec) and not c.split.dense
+
+    def json(self) -> dict[str, object]:
+        return {
+            "model": self.geo.name,
+            "architecture": self.geo.arch,
+            "spec": str(self.spec),
+            "positions": self.n_pos,
+            "top_p": self.spec.top_p,
+            "cap": self.spec.cap,
+            "layers": [self._layer(c) for c in self.layers],
+            "layer_kinds": layer_kinds(self.geo),
+            "attention_bytes_per_token_dense": self.dense,
+            "attention_bytes_per_token": self.read,
+            "counted_bytes_per_token_dense": self.counted[1],
+            "counted_bytes_per_token": self.counted[0],
+            "weight_bytes_per_token": self.weights,
+            "attention_share_dense": self.share,
+            "cache_types": [t.name for t in self.types],
+            "kv_memory": self.cache,
+            "shadow_memory": self.shadow,
+            "speedup_attention": self.dense / self.read,
+            "speedup_token": self.speedup,
+        }
+
+    def _layer(self, c: cost.LayerCost) -> dict[str, object]:
+        row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
+        row["mean_v"] = self.uses_mean_v(c)
+        return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
+
+
+def layer_kinds(geo: Geometry) -> dict[str, int]:
+    """The number of layers of each kind, by the names of `KINDS`."""
+    window = sum(geo.windows.of(il) > 0 for il in geo.kv_layers)
+    rest = len(geo.kv_layers) - window
+    full, latent = (0, rest) if geo.is_mla else (rest, 0)
+    other = geo.n_layer - len(geo.kv_layers) - geo.n_recurrent
+    counts = (full, latent, window, geo.n_recurrent, other)
+    return dict(zip(KINDS, counts, strict=True))
+
+
+def kinds_text(geo: Geometry) -> str:
+    """What kinds of layers there are, for people."""
+    counts = {kind: n for kind, n in layer_kinds(geo).items() if n}
+    if len(counts) == 1:
+        return f"all {KINDS[next(iter(counts))]}"
+    return ", ".join(f"{n} {KINDS[kind]}" for kind, n in counts.items())

@@ -1,0 +1,81 @@
+"""Keyformer (Adnan et al., arXiv 2403.09054): key tokens by a Gumbel softmax, and the newest.
+
+It is H2O with another score (eq. 9): softmax((x + noise) / tau) over the positions in the cache,
+where tau grows from 1 in the prompt to 2 (eq. 10). It uses original positions and scores per layer,
+the best of its table 3, and draws the noise once per position and query head (its algorithm 1).
+Shared KV heads: scores are summed over their query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, evict, softmax
+from pyorch.policies.h2o import prompt_sums
+
+
+@dataclass(frozen=True)
+class Keyformer(Policy):
+    """recent: the share of k for the newest positions (0.2 to 0.3 in its section 4.4.4)
+
+    tokens: the length of the text to be generated; tau is 2 from its last token on
+    """
+
+    recent: float = 0.25
+    tokens: int = 256
+    seed: int = 0
+    name = "keyformer"
+    needs_prompt = True
+
+    def check(self) -> None:
+        if not 0 < self.recent <= 1:
+            raise self.error(f"recent {self.recent} is not above 0 and at most 1")
+        if self.tokens < 1 or self.seed < 0:
+            raise self.error("tokens is at least 1, seed at least 0")
+
+    def position_bytes(self, heads: Heads) -> float:
+        """The bytes of a row, its score (f32) and each query head's noise (f32)."""
+        return heads.row + 4 + 4 * heads.n_head / heads.n_head_kv
+
+    def start(self, heads: Heads, prompt: Prompt | None) -> KeyformerSelector:
+        assert prompt is not None
+        noise = gumbel(self.seed, heads, prompt.n)
+        key = ("keyformer", self.seed)
+        sums = prompt.once(key, lambda: prompt_sums(prompt, heads.n_head_kv, noise))
+        positions = np.tile(np.arange(prompt.n), (heads.n_head_kv, 1))
+        return KeyformerSelector(self, heads, positions, sums, noise)
+
+
+def gumbel(seed: int, heads: Heads, n: int) -> np.ndarray:
+    """Standard Gumbel noise (n_head_kv, n_group_q, n) f32 of a layer's first n positions. More
+    positions begin with the same noise."""
+    rng, n_group_q = np.random.default_rng((seed, heads.index)), heads.n_head // heads.n_head_kv
+    e = rng.standard_exponential((n, heads.n_head_kv, n_group_q), np.float32)
+    noise: np.ndarray = -np.log(np.maximum(e, np.float32(1e-30))).transpose(1, 2, 0)
+    return noise
+
+
+@dataclass
+class KeyformerSelector(Selector):
+    """positions, sums: as for H2O. n_step: the tokens decoded so far."""
+
+    policy: Keyformer
+    heads: Heads
+    positions: np.ndarray
+    sums: np.ndarray
+    noise: np.ndarray
+    n_step: int = 0
+
+    def select(self, step: Step) -> np.ndarray:
+        k, policy = self.policy.k_at(step.n_pos, self.heads), self.policy
+        local = max(int(k * policy.recent), 1)
+        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, local)
+        if step.n_pos > self.noise.shape[2]:
+            self.noise = gumbel(policy.seed, self.heads, 2 * step.n_pos)
+        self.n_step += 1
+        tau = np.float32(1 + min(self.n_step / policy.tokens, 1))
+        noisy = at(step.logits, self.positions) + at(self.noise, self.positions)
+        self.sums += softmax(noisy / tau).sum(axis=1)
+        return self.positions
