@@ -71,6 +71,8 @@ step doctor 120 $sparq doctor
 step ops 1800 env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
 [ -n "${SPARQ_LIBRARY:-}" ] || step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
 step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
+# the wheels, if they were taken here (make wheels and, for this device alone, make wheel-cuda ARGS=90: dist/, 45 MB)
+[ -z "$(ls dist/sparq_cpp_cuda-*.whl 2> /dev/null)" ] || step wheels 300 $pytest -m gpu tests/test_package.py
 step attention 1800 "$python" -m bench gpu_attention
 step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
 step tokens 1800 "$python" -m bench gpu_tokens

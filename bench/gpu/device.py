@@ -134,45 +134,36 @@ def timed(run: Callable[[], None], n_layer: int, seconds: float) -> list[float]:
     return samples
 
 
-def kernel_times(run: Callable[[], None], n_layer: int) -> dict[str, float]:
-    """The microseconds per layer of each kernel, by its name; empty without torch."""
+def torch_with_cuda() -> Any:
+    """torch, or None if it is not installed or sees no device."""
     try:
         import torch
     except ImportError:
-        return {}
-    if not torch.cuda.is_available():
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def kernel_times(run: Callable[[], None], n_layer: int) -> dict[str, float]:
+    """The microseconds per layer of each kernel, by its name; empty without torch."""
+    if not (torch := torch_with_cuda()):
         return {}
     torch.zeros(1, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for event in profile.key_averages():
         if event.self_device_time_total > 0:
             ours = re.search(r"sparse_cuda::(\w+)", event.key)
             name = ours.group(1) if ours else event.key[:60]
-            found[name] = found.get(name, 0.0) + event.self_device_time_total / n_layer
-    return found
+            times[name] = times.get(name, 0.0) + event.self_device_time_total / n_layer
+    return times
 
 
 def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float, str]:
     """The GB/s of a copy within the device, counting bytes read and written, and whose copy it is:
     torch's, which is the faster one, or without torch ggml's."""
-    by = "torch"
-    try:
-        import torch
-
-        torch.cuda.init()
-    except (ImportError, RuntimeError, AssertionError):
-        by = "ggml"
-        with device.context() as ctx:
-            a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
-            node = device.base.ggml_cpy(ctx, a, b)
-            device.allocate(ctx)
-            device.fill(a, np.ones(1 << 20, np.float32))
-            graph = device.graph(ctx, [node])
-            samples = timed(lambda: device.run(graph), 1, seconds)
-    else:
+    if torch := torch_with_cuda():
         x = torch.ones(n_bytes // 4, device="cuda")
         y = torch.empty_like(x)
 
@@ -181,4 +172,12 @@ def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float,
             torch.cuda.synchronize()
 
         samples = timed(copy, 1, seconds)
-    return 2 * n_bytes / float(np.median(samples)), by
+    else:
+        with device.context() as ctx:
+            a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
+            node = device.base.ggml_cpy(ctx, a, b)
+            device.allocate(ctx)
+            device.fill(a, np.ones(1 << 20, np.float32))
+            graph = device.graph(ctx, [node])
+            samples = timed(lambda: device.run(graph), 1, seconds)
+    return 2 * n_bytes / float(np.median(samples)), "torch" if torch else "ggml"

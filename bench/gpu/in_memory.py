@@ -243,5 +243,4 @@ MEASUREMENT = Measurement(
     groups=groups,
     measure=measure,
     table=table,
-    cost=lambda group: group[0].n_depth,
 )

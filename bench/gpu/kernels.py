@@ -27,7 +27,7 @@ import click
 import numpy as np
 
 from bench import plot
-from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed
+from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
 from bench.papers import microbenchmark
 from pyorch import native
 from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
@@ -66,7 +66,7 @@ class KernelCase:
     n_head: int
     n_head_kv: int
     positions: int
-    method: str  # `copy`, `ggml flash`, `torch sdpa`, `sparq f16|q8|q4`
+    method: str  # `ggml flash`, `torch sdpa`, `sparq f16|q8|q4`
     rank: int = RANK
     topk: int = TOPK
     head_dim: int = D
@@ -82,13 +82,9 @@ class KernelCase:
         """The bytes of K and V in a layer."""
         return 4 * self.batch * self.n_head_kv * self.positions * self.head_dim
 
-
-OPTIONS = (
-    click.option(
-        "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
-    ),
-    click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
-)
+    @property
+    def n_group(self) -> int:
+        return -(-self.positions // GROUP)
 
 
 @cache
@@ -104,31 +100,18 @@ def opened(name: str) -> Device:
     return Device(built, name)
 
 
-def has_torch() -> bool:
-    """Whether torch is installed and sees a device."""
-    try:
-        import torch
-    except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
-
-
-def cases(quick: bool) -> list[KernelCase]:
-    shapes = [(64, 32, 32, 4096)]
-    shapes += [(1, 32, kv, 4096 << i) for kv in (32, 8) for i in range(6)]
-    if quick:
-        shapes = [(2, 4, 4, 768), (1, 8, 2, 1024)]
-    return [KernelCase(*shape, method) for shape in shapes for method in METHODS]
-
-
 def groups(given: Given) -> list[list[KernelCase]]:
     """Each case by itself; without torch those of ggml alone."""
     opened(given.device)
-    found = cases(given.quick)
-    if not has_torch():
+    methods = METHODS
+    if not torch_with_cuda():
         note("torch is not installed, or sees no CUDA device: dense is ggml's flash attention only")
-        found = [c for c in found if not c.method.startswith("torch")]
-    return [[c] for c in found]
+        methods = tuple(m for m in METHODS if m != "torch sdpa")
+    shapes = [(64, 32, 32, 4096)]
+    shapes += [(1, 32, kv, 4096 << i) for kv in (32, 8) for i in range(6)]
+    if given.quick:
+        shapes = [(2, 4, 4, 768), (1, 8, 2, 1024)]
+    return [[KernelCase(*shape, method)] for shape in shapes for method in methods]
 
 
 @cache
@@ -158,19 +141,17 @@ def layers_of(device: Device, case: KernelCase, fresh: int) -> int:
 
 def ggml_layers(device: Device, c: KernelCase, n: int, seconds: float) -> Result:
     """Returns samples_ns per layer, the number of layers, and the bytes read per layer."""
-    base = device.base
-    rng = np.random.default_rng(1)
+    base, rng = device.base, np.random.default_rng(1)
     block = rng.standard_normal(POOL, np.float32).astype(np.float16)
-    n_grp = -(-c.positions // GROUP)
+    scale = float(1 / np.sqrt(D))
     with device.context() as ctx:
         mask = device.new(ctx, "f16", c.positions, 1, 1, c.batch)
         q = [device.new(ctx, "f32", D, c.n_head, 1, c.batch) for _ in range(n)]
-        kv = [
-            [device.new(ctx, "f16", D, c.n_head_kv, c.positions, c.batch) for _ in range(2)]
-            for _ in range(n)
-        ]
-        scale, stats = float(1 / np.sqrt(D)), None
-        before: list[Any] = []
+        size = (D, c.n_head_kv, c.positions, c.batch)
+        kv = [[device.new(ctx, "f16", *size) for _ in range(2)] for _ in range(n)]
+        stats: Any = None
+        seals: list[Any] = []
+        inputs: dict[str, Any] = {}
         if c.method == "ggml flash":
             nodes = [
                 base.ggml_flash_attn_ext(
@@ -180,27 +161,29 @@ def ggml_layers(device: Device, c: KernelCase, n: int, seconds: float) -> Result
                 for qi, kvi in zip(q, kv, strict=True)
             ]  # fmt: skip
         else:
-            stats, before, nodes, inputs = sparq(device, ctx, c, q, kv, mask, scale, n_grp)
+            stats, seals, nodes, inputs = sparq(device, ctx, c, q, kv, mask, scale)
         device.allocate(ctx)
         for x in q:
             device.fill(x, rng.standard_normal(D * c.n_head * c.batch, np.float32))
         for x in (x for pair in kv for x in pair):
             device.fill(x, block)
         device.fill(mask, np.zeros(1 << 16, np.float16))
+        for name, row in rows_of_inputs(c).items():
+            if name in inputs:
+                device.fill(inputs[name], np.ascontiguousarray(row, np.int32))
         read = c.layer_bytes
         if stats is not None:
-            write_inputs(device, c, inputs, n_grp)
-            device.run(device.graph(ctx, before))  # seal everything
+            device.run(device.graph(ctx, seals))
         graph = device.graph(ctx, nodes)
         if stats is not None:
             device.fill(stats, np.zeros(len(STATS), np.int64))
             device.run(graph)
             counted = np.zeros(len(STATS), np.int64)
             base.ggml_backend_tensor_get(stats, counted.ctypes.data, 0, counted.nbytes)
-            found = dict(zip(STATS, counted.tolist(), strict=True))
-            if found["attend_sparse"] != n * c.batch:
-                raise SparqError(f"{c.method}: not every layer ran sparse: {found}", "a bug")
-            read = (found["bytes_score"] + found["bytes_attend"]) // n
+            counts = dict(zip(STATS, counted.tolist(), strict=True))
+            if counts["attend_sparse"] != n * c.batch:
+                raise SparqError(f"{c.method}: not every layer ran sparse: {counts}", "a bug")
+            read = (counts["bytes_score"] + counts["bytes_attend"]) // n
         samples = timed(lambda: device.run(graph), n, seconds)
         kernels = kernel_times(lambda: device.run(graph), n)
         return {"samples_ns": samples, "n_layer": n, "bytes_read": read, "kernels_us": kernels}
@@ -214,55 +197,45 @@ def sparq(
     kv: list[list[Any]],
     mask: Any,
     scale: float,
-    n_grp: int,
 ) -> tuple[Any, list[Any], list[Any], dict[str, Any]]:
     """(stats, SEAL nodes, ATTEND nodes, small inputs by name)."""
-    bits = SHADOWS[c.method.split()[1]]
-    mean_v = c.n_head == c.n_head_kv
-    base = device.base
-
-    def new(kind: str, *ne: int) -> Any:
-        return device.new(ctx, kind, *ne)
-
-    inputs = {
-        "list": new("i32", n_grp, c.batch),
-        "sealed": new("i32", n_grp, c.batch),
-        "wanted": new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch),
-    }
+    new, base = partial(device.new, ctx), device.base
+    bits, mean_v = SHADOWS[c.method.split()[1]], c.n_head == c.n_head_kv
+    inputs = {name: new("i32", c.n_group, c.batch) for name in ("list", "sealed")}
+    inputs["wanted"] = new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch)
     stats = new("i64", len(STATS))
     visible = base.ggml_sparse_attn_visible(ctx, mask)
     n_run, chan = -(-c.positions // RUN), D * c.n_head_kv
+    n_sums = -(-c.n_group // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1)
+    width = c.positions if bits == 16 else n_run * RUN * bits // 8
+    params = ScoreSelectParams(
+        ScoreParams(c.rank, scale, 0.0, 0.0, bits),
+        SelectParams(c.topk, c.n_head_kv, LOCAL, mean_v),
+    )
     seals, nodes = [], []
     for qi, (k, v) in zip(q, kv, strict=True):
-        width = c.positions if bits == 16 else n_run * RUN * bits // 8
-        k_t = new("f16" if bits == 16 else "i8", width, chan, c.batch)
-        k_range = None if bits == 16 else new("f32", 2, chan, n_run, c.batch)
-        v_sum = (
-            new("f32", chan, -(-n_grp // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1), c.batch)
-            if mean_v
-            else None
-        )
-        given = dict(k=k, v=v, k_t=k_t, k_range=k_range, v_sum=v_sum, stats=stats, **inputs)
-        src = sources(q=qi, mask=mask, visible=visible, **given)
+        shadow = {
+            "k_t": new("f16" if bits == 16 else "i8", width, chan, c.batch),
+            "k_range": None if bits == 16 else new("f32", 2, chan, n_run, c.batch),
+            "v_sum": new("f32", chan, n_sums, c.batch) if mean_v else None,
+        }
+        all_of = dict(k=k, v=v, stats=stats, **shadow, **inputs)
+        src = sources(q=qi, mask=mask, visible=visible, **all_of)
         seals.append(base.ggml_sparse_attn_seal(ctx, src, SealParams(bits, 0)))
-        params = ScoreSelectParams(
-            ScoreParams(c.rank, scale, 0.0, 0.0, bits),
-            SelectParams(c.topk, c.n_head_kv, LOCAL, mean_v),
-        )
         nodes.append(base.ggml_sparq_attn(ctx, src, params))
     return stats, seals, nodes, inputs
 
 
-def write_inputs(device: Device, c: KernelCase, inputs: dict[str, Any], n_grp: int) -> None:
-    groups = np.arange(n_grp, dtype=np.int32)
+def rows_of_inputs(c: KernelCase) -> dict[str, np.ndarray]:
+    """The rows of the small inputs: every whole group is sealed."""
+    groups = np.arange(c.n_group, dtype=np.int32)
     full = (groups + 1) * GROUP <= c.positions
-    rows = {
+    newest = c.positions - 1 - np.arange(LOCAL)
+    return {
         "list": np.where(full, groups, -1),
         "sealed": full,
-        "wanted": np.r_[c.topk, LOCAL, c.positions - 1 - np.arange(LOCAL), np.arange(SINKS)],
+        "wanted": np.r_[c.topk, LOCAL, newest, np.arange(SINKS)],
     }
-    for name, row in rows.items():
-        device.fill(inputs[name], np.ascontiguousarray(row, np.int32))
 
 
 def torch_layers(c: KernelCase, n_layer: int, seconds: float) -> Result:
@@ -329,53 +302,47 @@ def table(recs: Sequence[Record]) -> str:
 
 def data(folder: Path) -> list[plot.Row]:
     """A row for each batch, number of KV heads, length and method."""
-    known = records.load_all(folder / FILE)
-    plot.need(known, "attention by itself on a GPU", NEEDS)
+    recs = records.load_all(folder / FILE)
+    plot.need(recs, "attention by itself on a GPU", NEEDS)
+    # times of two libraries are not compared; the last of each method counts
+    beside: dict[str, dict[str, Record]] = {}
+    for rec in recs:
+        if rec["case"]["method"] in DENSE:
+            beside.setdefault(_compared(rec), {})[rec["case"]["method"]] = rec
     last: dict[str, plot.Row] = {}  # the last row of each case on each device
-    for rec in known:
-        c, ns = rec["case"], float(np.median(rec["samples_ns"]))
-        beside = [
-            r
-            for r in known
-            if r["case"]["method"] in DENSE
-            and all(r["case"][k] == c[k] for k in c if k != "method")
-            and _library(r) == _library(rec)
-        ]
-        same = {r["case"]["method"]: float(np.median(r["samples_ns"])) for r in beside}  # the last
-        if not same:
-            continue  # there is nothing to compare with
-        dense_bytes = beside[-1]["bytes_read"]
-        dense_is = min(same, key=lambda method: same[method])
-        last[f"{_device(rec)} {c}"] = {
-            "device": _device(rec),
-            "model": KV_HEADS.get(c["n_head_kv"], ""),
-            **{k: c[k] for k in ("batch", "n_head", "n_head_kv", "positions", "method")},
-            "attention": c["method"].replace("sparq", "SparQ"),
-            **_milliseconds(rec["samples_ns"]),
-            "speedup": same[dense_is] / ns,
-            "limit": dense_bytes / rec["bytes_read"],
-            "dense_is": dense_is,
-            "gb_s": rec["bytes_read"] / ns,
-            "share_of_copy": rec["bytes_read"] / ns / rec["copy_gb_s"],
-        }
-    rows = list(last.values())
-    plot.need(rows, "dense attention on a GPU", NEEDS)
+    for rec in recs:
+        if dense := beside.get(_compared(rec)):
+            c, device = rec["case"], _device(rec)
+            ns, low, high = records.spread(rec["samples_ns"])
+            times = {name: records.spread(r["samples_ns"])[0] for name, r in dense.items()}
+            dense_is = min(times, key=lambda method: times[method])
+            last[f"{device} {c}"] = {
+                "device": device,
+                "model": KV_HEADS.get(c["n_head_kv"], ""),
+                **{k: c[k] for k in ("batch", "n_head", "n_head_kv", "positions", "method")},
+                "attention": c["method"].replace("sparq", "SparQ"),
+                "layer_ms": ns / 1e6,
+                "layer_ms_p10": low / 1e6,
+                "layer_ms_p90": high / 1e6,
+                "speedup": times[dense_is] / ns,
+                "limit": dense[dense_is]["bytes_read"] / rec["bytes_read"],
+                "dense_is": dense_is,
+                "gb_s": rec["bytes_read"] / ns,
+                "share_of_copy": rec["bytes_read"] / ns / rec["copy_gb_s"],
+            }
+    plot.need([*last], "dense attention on a GPU", NEEDS)
     names = ("batch", "n_head_kv", "method", "positions")
-    return sorted(rows, key=lambda r: tuple(r[n] for n in names))
+    return sorted(last.values(), key=lambda r: tuple(r[n] for n in names))
 
 
-def _library(rec: Record) -> Any:
-    """The machine and the library of a record: times of two libraries are not compared."""
-    return _device(rec), rec["env"].get("stamps")
+def _compared(rec: Record) -> str:
+    """What records of one shape, library and machine have in common."""
+    case = {k: v for k, v in rec["case"].items() if k != "method"}
+    return str((_device(rec), rec["env"].get("stamps"), case))
 
 
 def _device(rec: Record) -> str:
     return str(rec.get("device") or rec["env"]["device"])  # where it was until November 2026
-
-
-def _milliseconds(samples_ns: Sequence[float]) -> plot.Row:
-    mid, low, high = (x / 1e6 for x in records.spread(samples_ns))
-    return {"layer_ms": mid, "layer_ms_p10": low, "layer_ms_p90": high}
 
 
 def _points(gains: Any) -> None:
@@ -401,7 +368,12 @@ MEASUREMENT = Measurement(
     name="gpu_attention",
     about="Attention by itself on a CUDA device.",
     case=KernelCase,
-    options=OPTIONS,
+    options=(
+        click.option(
+            "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
+        ),
+        click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
+    ),
     groups=groups,
     measure=measure,
     table=table,

@@ -198,11 +198,8 @@ def data(folder: Path) -> list[plot.Row]:
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (ax,) = plot.panels(width=6.4)
     ours = list(dict.fromkeys(r["attention"] for r in rows if r["attention"] != "dense"))
-    lines, styles = plot.Names(), plot.colours(ours)
-    for name in ours:
-        here = [r for r in rows if r["attention"] == name]
-        bars = ("speedup_low", "speedup_high")
-        lines.line(ax, name, here, "positions", "speedup", bars, color=styles[name])
+    lines, bars = plot.Names(), ("speedup_low", "speedup_high")
+    lines.each(ax, rows, "positions", "speedup", plot.colours(ours), *bars)
     published = paper.points("gpu_end_to_end", "H100: speed-up")
     ax.plot(*zip(*published, strict=True), "s--", color=plot.PAPER)
     lines.at(ax, "paper, H100", *published[-1], plot.PAPER)
@@ -235,5 +232,4 @@ MEASUREMENT = Measurement(
     groups=groups,
     measure=measure,
     table=table,
-    cost=lambda group: group[0].n_depth,
 )

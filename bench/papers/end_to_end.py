@@ -107,14 +107,10 @@ def _draw_model(
     """The speed-ups of a model, beside those that are published (`known`), and its times."""
     left, right = axes
     ours = list(dict.fromkeys(r["attention"] for r in rows if "stock" not in r["attention"]))
-    styles = plot.colours(ours)
-    for name in ours:
-        here = [r for r in rows if r["attention"] == name]
-        colour, bars = styles[name], ("speedup_low", "speedup_high")
-        lines.line(left, name, here, "positions", "speedup", bars, color=colour)
-        limited = [r for r in here if not math.isnan(r["limit"])]
-        style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
-        lines.line(left, "", limited, "positions", "limit", **style)
+    styles, bars = plot.colours(ours), ("speedup_low", "speedup_high")
+    lines.each(left, rows, "positions", "speedup", styles, *bars)
+    limited = [r for r in rows if not math.isnan(r["limit"])]
+    lines.each(left, limited, "positions", "limit", styles, named=False, fmt=":", linewidth=1.2)
     if known:
         left.plot(*zip(*known, strict=True), "s--", color=plot.PAPER)
         lines.at(left, "paper, 32 threads", *known[-1], plot.PAPER)
@@ -125,10 +121,8 @@ def _draw_model(
     left.set_title(f"{model}\nspeed-up (dotted: limit by bytes)")
     left.set_ylim(bottom=0)
 
-    for name, colour in (plot.colours(["stock -fa 0", "stock -fa 1"]) | styles).items():
-        here = [r for r in rows if r["attention"] == name]
-        if here:
-            lines.line(right, name, here, "positions", "full_token_ms", color=colour)
+    every = plot.colours(["stock -fa 0", "stock -fa 1"]) | styles
+    lines.each(right, rows, "positions", "full_token_ms", every)
     plot.positions_axis(right, positions)
     plot.decades(right, [r["full_token_ms"] for r in rows])
     fewer = any(r["full_token_ms"] != r["token_ms"] for r in rows)

@@ -108,21 +108,14 @@ def _draw_lines(
     lines: plot.Names, times: Any, gains: Any, rows: Sequence[plot.Row], colours: Mapping[str, str]
 ) -> None:
     """Draw a line per kind of attention; diamonds are for larger batches."""
-    for name, colour in colours.items():
-        mine = [r for r in rows if r["attention"] == name]
-        here = [r for r in mine if r.get("batch", 1) == 1]
-        many = [r for r in mine if r not in here]
-        if many and "SparQ" in name:
-            lines.line(gains, "", many, "positions", "speedup", color=colour, fmt="D")
-        if not here:
-            continue
-        bars = "layer_ms_p10", "layer_ms_p90"
-        lines.line(times, name, here, "positions", "layer_ms", bars, color=colour, elinewidth=1)
-        if "SparQ" in name or name == "our dense":
-            lines.line(gains, name, here, "positions", "speedup", color=colour)
-        if "SparQ" in name:
-            style: dict[str, Any] = {"color": colour, "fmt": ":", "linewidth": 1.2}
-            lines.line(gains, "", here, "positions", "limit", **style)
+    ours = {name: colour for name, colour in colours.items() if "SparQ" in name}
+    one = [r for r in rows if r.get("batch", 1) == 1]
+    many, bars = [r for r in rows if r not in one], ("layer_ms_p10", "layer_ms_p90")
+    x, dense = "positions", {k: v for k, v in colours.items() if k == "our dense"}
+    lines.each(gains, many, x, "speedup", ours, named=False, fmt="D")
+    lines.each(times, one, x, "layer_ms", colours, *bars, elinewidth=1)
+    lines.each(gains, one, x, "speedup", dense | ours)
+    lines.each(gains, one, x, "limit", ours, named=False, fmt=":", linewidth=1.2)
 
 
 def _points(gains: Any) -> None:

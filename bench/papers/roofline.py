@@ -77,53 +77,42 @@ def _threads() -> int:
 
 def data(folder: Path) -> list[plot.Row]:
     """The points, and the two lines of the roof."""
-    found = plot.rows_of(folder, FILE, speed.rows, _key)
-    plain = [r for r in found if r["type_k"] == r["type_v"] == "f16" and not r["text"]]
+    rows = plot.rows_of(folder, FILE, speed.rows, _key)
+    plain = [r for r in rows if r["type_k"] == r["type_v"] == "f16" and not r["text"]]
     plain = [r for r in plain if r["model_type"].startswith("llama2-7b q8_0")]
     sizes = Counter((r["n_threads"], r["model_type"]) for r in plain)
     # the most threads, then the model with the most points
     threads, model = max(sizes, key=lambda size: (size[0], sizes[size]), default=(0, ""))
     here = [r for r in plain if (r["n_threads"], r["model_type"]) == (threads, model)]
     plot.need(here, "decoded tokens of llama2-7b q8_0 with an f16 cache", NEEDS)
-    peaks = [
-        r for r in records.load(folder / PEAK_FILE).values() if r["case"]["n_threads"] == threads
-    ]
+    known = records.load(folder / PEAK_FILE).values()
+    peaks = [_peak(r) for r in known if r["case"]["n_threads"] == threads]
     plot.need(peaks, f"the compute peak with {threads} threads", "python -m bench peak")
     bandwidth = float(np.median([r["bandwidth_bytes_per_s"] for r in here]))
-    peak = _peak(peaks[-1])
-    out: list[plot.Row] = []
-    for r in here:
-        point = _point(r)
-        if point:
-            out.append(point)
-    out.append({"what": "roof", "macs_per_byte": peak / bandwidth, "macs_per_s": peak})
-    return out
+    roof = {"what": "roof", "macs_per_byte": peaks[-1] / bandwidth, "macs_per_s": peaks[-1]}
+    return [*map(_point, filter(_belongs, here)), roof]
 
 
 def _key(r: plot.Row) -> Any:
-    return r["model_type"], r["n_threads"], r["type_k"], r["type_v"], r["text"], *_what(r)
+    of = "model_type", "n_threads", "type_k", "type_v", "text", "n_depth", "n_prompt"
+    return *(r[x] for x in of), speed.label(r)
 
 
-def _what(r: plot.Row) -> tuple[Any, ...]:
-    return speed.label(r), r["n_depth"], r["n_prompt"]
+def _belongs(r: plot.Row) -> bool:
+    """Whether a test is shown: tokens, and prompts of stock in an empty cache."""
+    is_prompt = r["library"] == "stock" and not r["n_depth"]
+    return bool(is_prompt if r["n_prompt"] else r["bytes_kv"])
 
 
-def _point(r: plot.Row) -> plot.Row | None:
-    """The multiply-adds and bytes of a test; None for tests that do not belong here."""
+def _point(r: plot.Row) -> plot.Row:
+    """The multiply-adds and bytes of a test."""
     # weights are read once; each of their elements is multiplied with each token
-    macs = r["bytes_weights"] * 32 / 34  # q8_0: 34 bytes hold 32 elements
-    moved = r["bytes_weights"]
-    if r["n_prompt"]:
-        if r["n_depth"] or r["library"] == "sparq":
-            return None
-        macs *= r["n_prompt"]
-        name = f"prompt of {r['n_prompt']}"
-    elif r["bytes_kv"]:
+    macs = r["bytes_weights"] * 32 / 34 * (r["n_prompt"] or 1)  # q8_0: 34 bytes hold 32 elements
+    name, moved = f"prompt of {r['n_prompt']}", r["bytes_weights"]
+    if not r["n_prompt"]:
+        name = plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
         macs += attention_macs(r["sparse_attn"], r["n_depth"], r["n_layer"])
         moved += r["bytes_kv"]
-        name = plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
-    else:
-        return None
     return {
         "what": name,
         "model": r["model_type"],
@@ -146,43 +135,31 @@ def attention_macs(spec: AttentionSpec, n_pos: int, n_layer: int) -> float:
 
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (left, right) = plot.panels(2)
-    (roof,) = [r for r in rows if r["what"] == "roof"]
-    ridge, peak = roof["macs_per_byte"], roof["macs_per_s"]
-    x = [0.2, ridge, 1000]
-    left.plot(x, [v / 1e9 for v in (x[0] / ridge * peak, peak, peak)], color=plot.PAPER)
-    left.text(
-        x[2], peak / 1e9 * 0.78, "f32 matrix product", color=plot.PAPER, fontsize=8, ha="right"
-    )
-    slope = f"sequential read, {peak / ridge / 1e9:.0f} GB/s"
-    left.text(0.8 * ridge, 0.45e-9 * peak, slope, color=plot.PAPER, fontsize=8)
-    points = [r for r in rows if r["what"] != "roof"]
-    names = list(dict.fromkeys(r["what"] for r in points))
-    tokens = [n for n in names if not n.startswith("prompt")]
-    colours = plot.colours(names)
-    lines = plot.Names()
-    for name in names:
-        here = sorted((r for r in points if r["what"] == name), key=lambda r: r["positions"])
-        colour = colours[name]
-        at = [r["macs_per_byte"] for r in here], [r["macs_per_s"] / 1e9 for r in here]
-        left.plot(*at, "o", color=colour, alpha=0.8)
-        if name in tokens:
-            if len(here) > 1:
-                share = "roofline_share"
-                lines.line(right, name, here, "positions", share, color=colour, factor=100)
-        else:
-            left.text(
-                at[0][0] / 1.3, at[1][0], name, color=colour, fontsize=8, ha="right", va="center"
-            )
-    tops = [r for r in points if r["what"] in tokens]
-    middle = float(np.median([r["macs_per_s"] for r in tops])) / 1e9
-    edge = max(r["macs_per_byte"] for r in tops) * 1.5
+    *points, roof = rows
+    ridge, peak = roof["macs_per_byte"], roof["macs_per_s"] / 1e9
+    left.plot([0.2, ridge, 1000], [0.2 / ridge * peak, peak, peak], color=plot.PAPER)
+    style = {"color": plot.PAPER, "fontsize": 8}
+    left.text(1000, peak * 0.78, "f32 matrix product", ha="right", **style)
+    left.text(0.8 * ridge, 0.45 * peak, f"sequential read, {peak / ridge:.0f} GB/s", **style)
+    colours = plot.colours([*dict.fromkeys(r["what"] for r in points)])
+    points = [r | {"gmacs": r["macs_per_s"] / 1e9} for r in points]
+    tokens = sorted((r for r in points if r["positions"]), key=lambda r: r["positions"])
+    lines, x, y = plot.Names(), "macs_per_byte", "gmacs"
+    lines.each(left, points, x, y, colours, by="what", named=False, fmt="o", alpha=0.8)
+    for r in {r["what"]: r for r in reversed(points) if not r["positions"]}.values():
+        at, colour = (r["macs_per_byte"] / 1.3, r["gmacs"]), colours[r["what"]]
+        left.text(*at, r["what"], color=colour, fontsize=8, ha="right", va="center")
+    several = [n for n in colours if sum(r["what"] == n for r in tokens) > 1]
+    shown = {name: colours[name] for name in several}
+    lines.each(right, tokens, "positions", "roofline_share", shown, by="what", factor=100)
+    middle = float(np.median([r["gmacs"] for r in tokens]))
+    edge = max(r["macs_per_byte"] for r in tokens) * 1.5
     left.text(edge, middle, "decoded tokens", fontsize=8, va="center")
-    low = min(r["macs_per_s"] for r in points) / 1e9
-    left.set_ylim(low / 3, 3 * max(peak, *(r["macs_per_s"] for r in points)) / 1e9)
-    left.set(xscale="log", yscale="log", xlim=(x[0], x[2]))
+    all_y = [r["gmacs"] for r in points]
+    left.set_ylim(min(all_y) / 3, 3 * max(peak, *all_y))
+    left.set(xscale="log", yscale="log", xlim=(0.2, 1000), title=points[0]["model"])
     left.set(xlabel="multiply-adds per byte read", ylabel="G multiply-adds per second")
-    left.set_title(points[0]["model"])
-    plot.positions_axis(right, [r["positions"] for r in points if r["what"] in tokens])
+    plot.positions_axis(right, [r["positions"] for r in tokens])
     right.axhline(100, color=plot.PAPER, linewidth=0.8)
     right.set(ylabel="share of the read bandwidth (%)", ylim=(0, 110), title="decoded tokens")
     lines.write(figure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import time
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from pyorch import children, native
 from pyorch.bench.turns import OFF, Side
@@ -71,24 +72,18 @@ class Server:
             return list(pool.map(lambda i: self.ask(i, n_gen), range(self.case.n_slot)))
 
 
-@contextmanager
-def request(port: int, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
+def request(port: int, path: str, body: object = None) -> Any:
     """The answer to a request, which is a POST with a body.
 
     Raises:
         SparqError: the server did not answer 200.
     """
-    connection = http.client.HTTPConnection(HOST, port, timeout=3600)
+    data = None if body is None else json.dumps(body).encode()
+    asked = Request(f"http://{HOST}:{port}{path}", data, {"Content-Type": "application/json"})
     try:
-        text = None if body is None else json.dumps(body)
-        head = {"Content-Type": "application/json"}
-        connection.request("POST" if text else "GET", path, text, head)
-        with connection.getresponse() as answer:
-            if answer.status != 200:
-                raise SparqError(f"the server answered {answer.status}: {answer.read()[:200]!r}")
-            yield answer
-    finally:
-        connection.close()
+        return build_opener(ProxyHandler({})).open(asked, timeout=3600)
+    except HTTPError as e:
+        raise SparqError(f"the server answered {e.code}: {e.read()[:200]!r}") from None
 
 
 def events(port: int, body: object) -> Iterator[dict[str, Any]]:

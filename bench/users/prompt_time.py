@@ -197,14 +197,13 @@ class Line:
 
     def whole(self, n: int) -> float:
         """The seconds that a prompt takes which ends at the n-th of the depths."""
-        parts = zip(
-            self.depths[:n],
-            self.depths[1 : n + 1],
-            self.seconds[:n],
-            self.seconds[1 : n + 1],
-            strict=True,
-        )
-        return sum((b - a) / CHUNK * (x + y) / 2 for a, b, x, y in parts)
+        d, s = self.depths, self.seconds
+        return sum((d[i + 1] - d[i]) / CHUNK * (s[i] + s[i + 1]) / 2 for i in range(n))
+
+
+def best_of(lines: Sequence[Line], n: int) -> float:
+    """The seconds of the faster of llama.cpp's two, as `Line.whole`."""
+    return min(x.whole(n) for x in lines if x.is_stock)
 
 
 def lines(recs: Sequence[Record]) -> list[Line]:
@@ -232,25 +231,19 @@ def _table(recs: Sequence[Record]) -> str:
     """Seconds of 512 tokens at each depth, and of whole prompts beside llama.cpp's faster one."""
     all_lines = lines(recs)
     depths = all_lines[0].depths
-    best = [min(x.whole(i) for x in all_lines if x.is_stock) for i in range(len(depths))]
+    best = [best_of(all_lines, i) for i in range(len(depths))]
     chunk = [[x.name, *(f"{s:.2f}" for s in x.seconds)] for x in all_lines]
-    read = {
-        r["case"]["n_depth"]: r["counters"]
-        for r in recs
-        if "prompt=sparse" in r["case"]["spec"] and r["counters"]["prompt_visible"]
-    }
-    shares = [
-        f"{read[d]['prompt_read'] / read[d]['prompt_visible']:.3f}" if d in read else "1"
-        for d in depths
-    ]
-    chunk.append(["positions that sparse reads, of those to choose from", *shares])
-    whole = [
-        [
-            x.name,
-            *(f"{x.whole(i):.0f} ({best[i] / x.whole(i):.2f}x)" for i in range(1, len(depths))),
-        ]
-        for x in all_lines
-    ]
+    shares = dict.fromkeys(depths, "1")
+    for r in recs:
+        c = r["counters"]
+        if "prompt=sparse" in r["case"]["spec"] and c["prompt_visible"]:
+            shares[r["case"]["n_depth"]] = f"{c['prompt_read'] / c['prompt_visible']:.3f}"
+    chunk.append(["positions that sparse reads, of those to choose from", *shares.values()])
+    whole = []
+    for x in all_lines:
+        seconds = [x.whole(i) for i in range(1, len(depths))]
+        cells = (f"{s:.0f} ({b / s:.2f}x)" for s, b in zip(seconds, best[1:], strict=True))
+        whole.append([x.name, *cells])
     case, env = records.read_case(PromptCase, recs[0]), recs[0]["env"]
     about = (
         f"{recs[0]['model_name']}, weights {'rearranged' if case.repack else 'as in the file'}, "
@@ -283,7 +276,6 @@ def data(folder: Path) -> list[plot.Row]:
     plot.need(runs, "the time of prompts", NEEDS)
     recs = list(runs[-1].values())
     found = lines(recs)
-    best = [min(x.whole(i) for x in found if x.is_stock) for i in range(len(found[0].depths))]
     return [
         {
             "model": recs[0]["model_name"],
@@ -291,7 +283,7 @@ def data(folder: Path) -> list[plot.Row]:
             "tokens": depth,
             "attention": x.name,
             "seconds": x.whole(i),
-            "speedup": best[i] / x.whole(i),
+            "speedup": best_of(found, i) / x.whole(i),
         }
         for x in found
         for i, depth in enumerate(x.depths)
@@ -302,10 +294,9 @@ def data(folder: Path) -> list[plot.Row]:
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (ax,) = plot.panels(width=6.4)
     colours = (plot.STOCK, plot.STOCK_2, plot.OURS_3, plot.OURS_2, plot.OURS)
+    named = zip(dict.fromkeys(r["attention"] for r in rows), colours, strict=True)
     names = plot.Names()
-    for name, colour in zip(dict.fromkeys(r["attention"] for r in rows), colours, strict=True):
-        here = [r for r in rows if r["attention"] == name]
-        names.line(ax, name, here, "tokens", "seconds", color=colour)
+    names.each(ax, rows, "tokens", "seconds", dict(named))
     plot.positions_axis(ax, [r["tokens"] for r in rows])
     title = f"{rows[0]['model']}, {rows[0]['threads']} threads"
     ax.set(xlabel="tokens of the prompt", ylabel="seconds", ylim=(0, None), title=title)

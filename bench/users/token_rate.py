@@ -69,12 +69,8 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (ax,) = plot.panels(width=6.4)
     names = list(dict.fromkeys(r["attention"] for r in rows))
     colours = plot.colours(names) | {STOCK: plot.STOCK, "ours, exact": plot.OURS_3}
-    lines = plot.Names()
-    for name in names:
-        here = [r for r in rows if r["attention"] == name]
-        bars = "tokens_per_s_low", "tokens_per_s_high"
-        style: dict[str, Any] = {"color": colours[name], "elinewidth": 1}
-        lines.line(ax, name, here, "positions", "tokens_per_s", bars, **style)
+    lines, bars = plot.Names(), ("tokens_per_s_low", "tokens_per_s_high")
+    lines.each(ax, rows, "positions", "tokens_per_s", colours, *bars, elinewidth=1)
     plot.positions_axis(ax, [r["positions"] for r in rows])
     threads = rows[0]["threads"]
     title = f"{rows[0]['model']}, {threads} thread{'s' * (threads > 1)}"

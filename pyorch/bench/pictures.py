@@ -133,6 +133,17 @@ class Names:
         if name:
             self.at(ax, name, xs[-1], ys[-1], color)
 
+    def each(
+        self, ax: Any, rows: Sequence[Row], x: str, y: str, colours: Mapping[str, str], *bars: str,
+        by: str = "attention", named: bool = True, **style: Any,
+    ) -> None:  # fmt: skip
+        """A `line` for each value of the column `by` that has a colour and rows."""
+        for name, color in colours.items():
+            here = [r for r in rows if r[by] == name]
+            if here:
+                low_high = (bars[0], bars[1]) if bars else None
+                self.line(ax, name * named, here, x, y, low_high, color=color, **style)
+
     def at(self, ax: Any, name: str, x: float, y: float, color: str) -> None:
         """Add a name for a line that ends there."""
         self._ends.setdefault(ax, []).append((name, x, y, color))

@@ -15,11 +15,11 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol, TypedDict, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -35,49 +35,9 @@ VERSIONS = {"eval": 1}
 Record = dict[str, Any]
 
 
-class _Gpu(TypedDict, total=False):
-    """The first GPU of a machine that has one."""
-
-    gpu: str
-    gpu_gib: float
-
-
-class Machine(_Gpu):
-    """The kind of machine that a record is of; nothing names the machine itself."""
-
-    cpu: str
-    cores: int
-    memory_gib: float
-    arch: str
-    system: str
-
-
-class _Commit(TypedDict):
-    commit: str  # "" outside of a checkout
-    dirty: bool  # whether the code was changed since
-
-
-class Environment(_Commit):
-    """Everything outside the case that a number depends on."""
-
-    machine: Machine
-    version: str
-    stamps: dict[str, str]  # of the libraries
-    pin: str
-    isa: list[str]
-    compiler: str
-
-
-class Timed(Protocol):
-    """A case: a dataclass that says which library runs, `stock` or `sparq`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def library(self) -> str: ...
-
-
-Case = TypeVar("Case", bound=Timed)
+Machine = dict[str, Any]
+Environment = dict[str, Any]
+Result = dict[str, Any]  # the part of a record beside its case
 Kind = TypeVar("Kind")
 
 
@@ -96,10 +56,12 @@ def machine_name() -> str:
 
 @cache
 def machine() -> Machine:
+    """The kind of machine that a record is of, with its first GPU; nothing names the machine
+    itself."""
     from pyorch import native
     from pyorch.native import cuda, probe
 
-    gpu: _Gpu = {}
+    gpu: Machine = {}
     if native.uses_cuda():
         first = cuda.devices()[0][0]
         gpu = {"gpu": first.name, "gpu_gib": round(first.memory / 2**30, 1)}
@@ -120,31 +82,31 @@ def environment(libraries: Mapping[str, Path]) -> Environment:
         libraries: name -> folder of a built library, as `native.lib_dir` returns it.
     """
     stamps = {name: json.loads((p / "stamp.json").read_text()) for name, p in libraries.items()}
+    first = next(iter(stamps.values()))
     return {
         "machine": machine(),
         "version": __version__,
         "stamps": {name: s["stamp"] for name, s in stamps.items()},
-        "pin": next(iter(stamps.values()))["pin"],
-        "isa": next(iter(stamps.values()))["isa"],
-        "compiler": next(iter(stamps.values()))["inputs"]["compiler"],
+        "pin": first["pin"],
+        "isa": first["isa"],
+        "compiler": first["inputs"]["compiler"],
         **_commit(),
     }
 
 
-def _commit() -> _Commit:
+def _commit() -> dict[str, Any]:
+    """The commit, and whether the code was changed since; "" outside of a checkout."""
+
     def git(*args: str) -> str:
         command = ["git", "-C", str(paths.REPOSITORY), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != paths.REPOSITORY:
-            return {"commit": "", "dirty": False}  # installed within another repository
-        commit = git("rev-parse", "HEAD")
-        code = ("pyorch", "ggml_ops", "patches", "bench", ":!bench/results", ":!bench/figures")
-        changed = git("status", "--porcelain", "--", *code)
-        return {"commit": commit, "dirty": bool(changed)}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": "", "dirty": False}  # not a checkout
+    with suppress(OSError, subprocess.CalledProcessError):
+        if Path(git("rev-parse", "--show-toplevel")).resolve() == paths.REPOSITORY:
+            code = ("pyorch", "ggml_ops", "patches", "bench", ":!bench/results", ":!bench/figures")
+            changed = git("status", "--porcelain", "--", *code)
+            return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    return {"commit": "", "dirty": False}  # not a checkout, or installed within another one
 
 
 def version_of(bench: str) -> int:
@@ -174,13 +136,12 @@ def record(bench: str, case: Mapping[str, Any], stamp: str, **result: Any) -> Re
     """Make a record. `result` must have `samples_ns` or `samples`, and `env`."""
     if not (result.get("samples_ns") or result.get("samples")) or "env" not in result:
         raise ValueError("a record without samples or env")
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     rec = {
         "schema": SCHEMA,
         "bench": bench,
         "version": version_of(bench),
         "key": key(bench, case, stamp),
-        "time": now,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "case": dict(case),
         **result,
     }
@@ -245,34 +206,32 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
     Raises:
         SparqError: the file was written by another version of this program, or by another program.
     """
-    found: list[Record] = []
     try:
         lines = file.read_text("utf-8").splitlines()
     except FileNotFoundError:
-        return found
+        return []
     except UnicodeDecodeError:
         raise SparqError(f"{file} is not a file of records", "move it away") from None
+    recs: list[Record] = []
     for i, line in enumerate(lines):
         try:
             rec = json.loads(line)
         except ValueError:
-            if i + 1 < len(lines):
-                raise SparqError(f"{file}: line {i + 1} is damaged", "remove that line") from None
-            continue
+            if i + 1 == len(lines):
+                break
+            rec = None
+        at, wrong = f"{file}: line {i + 1}", "remove that line"
+        if rec is None:
+            raise SparqError(f"{at} is damaged", wrong)
         if not isinstance(rec, dict):
-            raise SparqError(f"{file}: line {i + 1} is not a record", "remove that line")
+            raise SparqError(f"{at} is not a record", wrong)
         if rec.get("schema") != SCHEMA:
-            raise SparqError(
-                f"{file}: line {i + 1} has schema {rec.get('schema')}, not {SCHEMA}",
-                "keep the old file under another name",
-            )
+            hint = "keep the old file under another name"
+            raise SparqError(f"{at} has schema {rec.get('schema')}, not {SCHEMA}", hint)
         if keyed and "key" not in rec:
-            raise SparqError(f"{file}: line {i + 1} has no key", "remove that line")
-        found.append(rec)
-    return found
-
-
-Result = dict[str, Any]  # the part of a record beside its case
+            raise SparqError(f"{at} has no key", wrong)
+        recs.append(rec)
+    return recs
 
 
 def where_given(default: Any) -> Any:
@@ -281,7 +240,7 @@ def where_given(default: Any) -> Any:
     return field(default=default, metadata={"where_given": True})
 
 
-def case_of(case: Timed) -> dict[str, Any]:
+def case_of(case: Any) -> dict[str, Any]:
     """A case in the form of records, in which settings of attention become text. A field may be
     `unrecorded`."""
     of = {f.name: getattr(case, f.name) for f in fields(case) if not f.metadata.get("unrecorded")}

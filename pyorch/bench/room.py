@@ -103,7 +103,7 @@ class Place:
     def memory(self) -> float:
         """The bytes of the memory that K and V go to, whether or not they are free."""
         machine = records.machine()
-        total = machine["gpu_gib" if self.on_gpu else "memory_gib"] * 2**30
+        total = float(machine["gpu_gib" if self.on_gpu else "memory_gib"] * 2**30)
         return total if self.on_gpu else min(total, of_nodes("MemTotal") or total)
 
     def needs(

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -84,32 +84,27 @@ class Subject:
         Every token differs, and the caches are made to forget before each: between two tokens of a
         real model the weights of all layers pass through them. The first token is not timed.
         """
-        session, reader = self._session, self.reader
-        assert reader is not None
-        tokens = self._tokens(n + 1, seed)
-        self._step(tokens[0])
-        engine.reset_counters(session)
-        samples = []
-        for token in tokens[1:]:
-            reader.read()
-            samples.append(self._step(token))
-        return {"samples_ns": samples, "counters": self._counters()}
+
+        def step(token: int) -> int:
+            assert self.reader is not None
+            self.reader.read()
+            return self._step(token)
+
+        return self._timed(step, n, seed)
 
     def generate(self, n: int, seed: int) -> dict[str, Any]:
         """Time `n` tokens, each at the next position, after an untimed one; then take all back."""
-        session = self._session
-        n_pos = len(session.tokens)
-        tokens = self._tokens(n + 1, seed)
-        self._step(tokens[0])
-        engine.reset_counters(session)
-        samples = []
-        for token in tokens[1:]:
-            started = time.perf_counter_ns()
-            engine.decode(session, token)
-            samples.append(time.perf_counter_ns() - started)
-        counters = self._counters()
-        engine.rewind(session, n_pos)
-        return {"samples_ns": samples, "counters": counters}
+        n_pos = len(self._session.tokens)
+        result = self._timed(self._next, n, seed)
+        engine.rewind(self._session, n_pos)
+        return result
+
+    def _timed(self, step: Callable[[int], int], n: int, seed: int) -> dict[str, Any]:
+        first, *tokens = self._tokens(n + 1, seed)
+        self._step(first)  # not timed
+        engine.reset_counters(self._session)
+        samples = [step(token) for token in tokens]
+        return {"samples_ns": samples, "counters": self._counters()}
 
     def layers(self) -> tuple[int, list[str]]:
         """The number of layers that ran our code at the last token, and why the others did not."""
@@ -132,18 +127,17 @@ class Subject:
         return found
 
     def prefill(self, n: int, seed: int) -> dict[str, Any]:
-        """Time the prefill of `n` tokens after those in the cache, and keep them."""
+        """Time the prefill of `n` tokens after those in the cache, and take them back."""
         session = self._session
+        n_pos = len(session.tokens)
         engine.reset_counters(session)
         tokens = self._tokens(n, seed)
         started = time.perf_counter_ns()
         engine.prefill(session, tokens)
         took = time.perf_counter_ns() - started
-        return {"samples_ns": [took], "counters": self._counters()}
-
-    def rewind(self, n_pos: int) -> None:
-        """Forget all but the first `n_pos` positions."""
-        engine.rewind(self._session, n_pos)
+        counters = self._counters()
+        engine.rewind(session, n_pos)
+        return {"samples_ns": [took], "counters": counters}
 
     @property
     def _session(self) -> engine.Session:
@@ -160,25 +154,24 @@ class Subject:
         random = 3 + np.random.default_rng(seed).integers(0, _TOKENS, n)
         return self.text[at : at + n] if self.text else random.tolist()
 
-    def _step(self, token: int) -> int:
-        """The nanoseconds of one decoded token, which is taken back."""
-        session = self._session
-        n_pos = len(session.tokens)
+    def _next(self, token: int) -> int:
+        """The nanoseconds of one decoded token."""
         started = time.perf_counter_ns()
-        engine.decode(session, token)
-        took = time.perf_counter_ns() - started
-        engine.rewind(session, n_pos)
+        engine.decode(self._session, token)
+        return time.perf_counter_ns() - started
+
+    def _step(self, token: int) -> int:
+        """As `_next`, and the token is taken back."""
+        n_pos = len(self._session.tokens)
+        took = self._next(token)
+        engine.rewind(self._session, n_pos)
         return took
 
 
 class Worker:
-    """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request.
+    """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request."""
 
-    Args:
-        env: variables that the process has beside ours.
-    """
-
-    def __init__(self, stock: bool = False, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, stock: bool = False) -> None:
         # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
         with system.no_interrupt():
             self.process = subprocess.Popen(
@@ -186,7 +179,6 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **(env or {})},
             )
 
     def __getattr__(self, name: str) -> Any:

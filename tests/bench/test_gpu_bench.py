@@ -44,7 +44,7 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
         dense = rec["case"]["positions"] * rec["case"]["batch"] * rec["case"]["n_head_kv"] * 512
         sparse = rec["case"]["method"].startswith("sparq")
         assert 0 < rec["bytes_read"] <= dense and (rec["bytes_read"] < dense) == sparse
-    assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_kernels.md").read_text()
+    assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_attention.md").read_text()
 
 
 def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:

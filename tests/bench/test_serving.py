@@ -28,8 +28,8 @@ def test_tokens_count_while_all_reply() -> None:
         serving.tokens_per_s([early, [3.0, 3.5]])
 
 
-def test_a_reply_that_is_not_sparse_fails() -> None:
-    options = given(serving.MEASUREMENT, "-m", str(DOCUMENT), "--text", str(DOCUMENT), "-n", "5")
+def test_a_reply_that_is_not_sparse_fails(model: Path) -> None:
+    options = given(serving.MEASUREMENT, "-m", str(model), "--text", str(DOCUMENT), "-n", "5")
     options.specs = [parse_spec("sparq,ratio=1/8"), parse_spec("dense")]
     *_, sparq, dense = serving.groups(options)[0]
     right = {"sparse_attn": {"steps": 4, "calls_sparse": 8}}

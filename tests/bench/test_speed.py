@@ -27,7 +27,7 @@ from pyorch.cli.bench import attention_time, command, measurement, speed
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
-from pyorch.models import cards, synth
+from pyorch.models import synth
 from pyorch.models.geometry import Geometry
 from pyorch.models.layers import Windows
 from pyorch.native import probe
@@ -104,7 +104,7 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     path = tmp_path / "m.gguf"
     path.write_bytes(model.read_bytes())
     result = {"ratio": 0.125, "shadow": "q4", "time": "1", "calibrated": {"k_layers": "64:128"}}
-    args = ["-a", "sparq,ratio=1/8,calibrated", "-a", "sparq,ratio=1/8"]
+    args = ["-d", "2048", "-a", "sparq,ratio=1/8,calibrated", "-a", "sparq,ratio=1/8"]
     with pytest.raises(SparqError, match="not calibrated for ratio 1/8"):
         planned(path, *args)
     found = []
@@ -247,15 +247,6 @@ def test_a_table_tells_its_rows_apart() -> None:
         assert "numa" not in alone and alone.endswith(f"before: {read}; p, d and changes.")
 
 
-def test_a_known_file_has_its_cards_title(
-    bench: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digest = hashlib.sha256(model.read_bytes()).hexdigest()
-    monkeypatch.setattr(cards.Card, "known_files", (cards.File("x", model.stat().st_size, digest),))
-    first = cards.load(cards.names()[0]).title
-    assert f"| {first} |" in bench("-d", "0", "-a", "off").stdout
-
-
 def record(case: SpeedCase, ms: float, kv: int) -> records.Record:
     return records.record(
         "speed",
@@ -324,9 +315,10 @@ def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) ->
     assert lines[2]["counters"]["groups_sealed"] >= 2 * 2 * 2
     assert lines[2]["counters"]["calls_prefill"] == 2 * 640 * 2
     assert lines[5]["counters"]["calls_sparse"] == 2 * 3 * 2
-    book.write_text("a word")
-    short = bench("-d", "1280", "--text", str(book))
-    assert isinstance(short.exception, SparqError) and "tokens, but" in short.exception.message
+    for text, message in (("a word", "tokens, but"), ("\n", "no text in it")):
+        book.write_text(text)
+        refused = bench("-d", "1280", "--text", str(book)).exception
+        assert isinstance(refused, SparqError) and message in refused.message
 
 
 def test_ours_reads_a_text_and_stock_needs_none(model: Path) -> None:
@@ -350,12 +342,6 @@ def test_a_text_needs_a_model_that_reads_it_here(model: Path) -> None:
     for line in (["--like", "llama2-7b"], ["-m", str(model), "--rpc", "127.0.0.1:1"]):
         refused = CliRunner().invoke(command, ["--text", "book.txt", *line]).exception
         assert isinstance(refused, SparqError) and refused.message.startswith("--text needs")
-
-
-def test_an_empty_text_is_not_random_numbers(bench: Callable[..., Any], tmp_path: Path) -> None:
-    (empty := tmp_path / "book.txt").write_text("\n")
-    refused = bench("-d", "1280", "--text", str(empty)).exception
-    assert isinstance(refused, SparqError) and "there is no text in it" in refused.message
 
 
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:

@@ -26,7 +26,6 @@ from pyorch.bench.bandwidth import MemoryReader
 from pyorch.bench.records import Record, Result, spread
 from pyorch.bench.turns import OFF, check_dense, in_turns, refuse_idle, sides
 from pyorch.bench.worker import Worker, Workers
-from pyorch.cli import options as opt
 from pyorch.cli.bench.measurement import (
     Column,
     Done,
@@ -34,7 +33,9 @@ from pyorch.cli.bench.measurement import (
     Measurement,
     Row,
     crossed,
+    differing,
     from_option,
+    numa_field,
     settings,
 )
 from pyorch.cli.bench.speed import (
@@ -51,7 +52,6 @@ from pyorch.engine import cache_type
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.table import columns, number
-from pyorch.table import markdown as markdown_table
 
 LIKE_BOTH = ("llama2-7b", "llama3-8b")
 POSITIONS = [4096, 16384, 32768]
@@ -87,9 +87,7 @@ class AttentionCase(CacheCase):
     n_samples: int = from_option(to=lambda given: given.repetitions * TURN)
     seed: int = 1
     n_base: int = BASE  # always; it stays because the key of every record is made from it
-    numa: str = from_option(
-        opt.numa_option(), default="", where_given=True, to=lambda given: given.numa or ""
-    )
+    numa: str = numa_field(where_given=True)
     n_embd: int = from_option(
         default=512, where_given=True, to=lambda _: N_EMBD
     )  # the default is the value in older records
@@ -129,12 +127,6 @@ def model_file(like: str, n_layer: int | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         synth.write(path, shape)
     return path
-
-
-def cost(group: Sequence[AttentionCase]) -> int:
-    """The relative duration of a group, for the estimate of the time left."""
-    c = group[0]
-    return len(group) * (2000 + c.n_depth * c.n_head * c.n_layer // 64)
 
 
 def measure(_: Given, group: Sequence[AttentionCase], done: Done) -> list[Result]:
@@ -309,34 +301,21 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 def summary(recs: Sequence[Record]) -> str:
-    """The table for a README: a line per attention, and a column per model, length, threads, types
-    of K and V and place of memory."""
-    cells: dict[str, dict[tuple[str, int, int, str, str], str]] = {}
-    for r in rows(recs):
-        text = f"{r['attention_ms']:.1f}"
-        if r["attention_ms"] > 0 and r["library"] != "stock":
-            text += f" ({r['speedup']:.1f}x, {100 * r['roofline']:.0f} %)"
-        types = f"{r['type_k']} K, {r['type_v']} V"
-        place = r["like"], r["n_depth"], r["n_threads"], types, r["numa"]
-        cells.setdefault(_label(r), {})[place] = text
-    measured = list(dict.fromkeys(place for line in cells.values() for place in line))
-    several, mixed, placed = (len({place[i] for place in measured}) > 1 for i in (2, 3, 4))
-    heads = [
-        f"{like}, S {s}"
-        + (f", threads {n}" if several else "")
-        + (f", {t}" if mixed else "")
-        + (f", numa {numa or 'none'}" if placed else "")
-        for like, s, n, t, numa in measured
-    ]
-    lines = ([f"`{name}`", *(line.get(c, "") for c in measured)] for name, line in cells.items())
-    table = markdown_table(["attention", *heads], lines)
-    layers = sorted({f"{r['case']['n_layer']} layers of {r['case']['like']}" for r in recs})
-    text = (
-        f"Milliseconds of attention per token in {', '.join(layers)}; in brackets how many times "
-        "faster than the faster of llama.cpp's two, and the share of the speed at which memory "
-        "delivers the bytes that were read. "
-    )
-    return f"{table}\n\n{text}{_machine_line(recs)}"
+    """The table for a README: a line for each row of ours, with the faster stock."""
+    found = [r for r in rows(recs) if r["library"] != "stock"]
+    shown: dict[str, Column] = {
+        "model": lambda r: r["like"],
+        "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
+        "threads": lambda r: r["n_threads"],
+        "positions": lambda r: r["n_depth"],
+        "attention": lambda r: f"`{_label(r)}`",
+        "best stock, ms": lambda r: number(r["speedup"] * r["attention_ms"], "{:.2f}"),
+        "ours, ms": lambda r: f"{r['attention_ms']:.2f}",
+        "faster": lambda r: number(r["speedup"], "{:.2f}x"),
+        "share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %"),
+        **differing(AttentionCase, found),
+    }
+    return f"{columns(shown, found, left=('model', 'attention'))}\n\n{_machine_line(recs)}"
 
 
 def _machine_line(recs: Sequence[Record]) -> str:
@@ -357,7 +336,6 @@ MEASUREMENT = Measurement(
     measure=measure,
     table=markdown,
     libraries=("stock", "sparq"),
-    cost=cost,
     rows=rows,
     summary=summary,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,7 @@ from pyorch.bench import records
 from pyorch.bench.records import Record, Result
 from pyorch.cli import types
 from pyorch.cli.groups import option, takes
-from pyorch.cli.options import RopeOptions
+from pyorch.cli.options import RopeOptions, numa_option
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
@@ -50,7 +50,7 @@ def from_option(
     default: Any = MISSING,
     to: Callable[[Given], Any] | None = None,
     where_given: bool = False,
-    column: tuple[str, Column] | None = None,
+    column: tuple[str, Column | Mapping[Any, str]] | None = None,
 ) -> Any:
     """A field of a case.
 
@@ -60,7 +60,8 @@ def from_option(
         to: makes the value of the field from all options; None = it is the option's.
         where_given: the field is recorded only if it is not the default, so that cases from before
             the field keep their keys.
-        column: its name in tables whose rows differ in it, and what shows it.
+        column: its name in tables whose rows differ in it, and what shows it: a function of the
+            row, or the words for some values.
     """
     metadata = dict(of.metadata) if isinstance(of, Field) else {"group": of} if of else {}
     metadata |= {"to": to, "where_given": where_given, "column": column}
@@ -88,8 +89,15 @@ def crossed(given: Given, *names: str) -> Iterator[dict[str, Any]]:
 
 def differing(kind: Any, rows: Sequence[Row]) -> dict[str, Column]:
     """The columns of fields of a case that rows differ in."""
-    known = [(f.name, f.metadata.get("column")) for f in fields(kind)]
-    return {c[0]: c[1] for name, c in known if c and len({r[name] for r in rows}) > 1}
+    shown: dict[str, Column] = {}
+    for name, column in ((f.name, f.metadata.get("column")) for f in fields(kind)):
+        if column and len({r[name] for r in rows}) > 1:
+            shown[column[0]] = column[1] if callable(column[1]) else _in_words(name, column[1])
+    return shown
+
+
+def _in_words(name: str, words: Mapping[Any, str]) -> Column:
+    return lambda row: words.get(row[name], row[name])
 
 
 def text_hash(text: str) -> str:
@@ -132,6 +140,17 @@ def number_of(
     return from_option(of, default=otherwise, **more)
 
 
+def numa_field(*, where_given: bool) -> Any:
+    """The field of llama.cpp's strategy for NUMA nodes."""
+    return from_option(
+        numa_option(),
+        default="",
+        where_given=where_given,
+        to=lambda given: given.numa or "",
+        column=("numa", {"": "none"}),
+    )
+
+
 def rope_field() -> Any:
     """The field of the settings of RoPE, `engine.Rope` as text."""
     return from_option(
@@ -139,7 +158,7 @@ def rope_field() -> Any:
         default="",
         where_given=True,
         to=lambda given: str(given.rope.settings() or ""),
-        column=("RoPE", lambda r: r["rope"] or "the model's own"),
+        column=("RoPE", {"": "the model's own"}),
     )
 
 
@@ -198,7 +217,6 @@ class Measurement:
         table: makes markdown of records, which may be of several runs.
         options: those of click beside the fields of `case`, --out and --force.
         libraries: those that it runs, `stock` or `sparq`.
-        cost: how long a group takes, in any unit, for the estimate of the time left.
         rows: flat rows of records, for formats other than Markdown.
         summary: a shorter table.
     """
@@ -211,7 +229,6 @@ class Measurement:
     table: Callable[[Sequence[Record]], str]
     options: tuple[Any, ...] = ()
     libraries: tuple[str, ...] = ("sparq",)
-    cost: Callable[[Group], int] = lambda _: 1000
     rows: Callable[[Sequence[Record]], list[Row]] | None = None
     summary: Callable[[Sequence[Record]], str] | None = None
 
@@ -295,10 +312,10 @@ def measured(
     todo = [g for g in groups if known(g) is None]
     if todo:
         records.check_writable(file)  # measure nothing that cannot be kept
-    total, spent, n_failed = sum(map(of.cost, todo)), 0, 0
+    total, spent, n_failed = sum(map(_cost, todo)), 0, 0
     with progress_bar(of.name) as progress:
         for group in todo:
-            share = of.cost(group)
+            share = _cost(group)
 
             def done(x: float, spent: int = spent, share: int = share) -> None:
                 progress(int(spent + x * share), total)
@@ -319,6 +336,12 @@ def measured(
                 records.append(file, made[-1])
             runs += records.by_run(made)
     return [rec for group in groups for rec in known(group) or []], n_failed
+
+
+def _cost(group: Group) -> int:
+    """How long a group takes, in any unit, for the estimate of the time left: a cache
+    takes longer the larger it is."""
+    return len(group) * (4096 + int(getattr(group[0], "n_depth", 0)))
 
 
 def _shown(of: Measurement, recs: Sequence[Record], form: str) -> str:

@@ -21,7 +21,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import click
 
 from pyorch import native, table
-from pyorch.attention.bytes import CELLS, GROUP, N_BATCH, cache_bytes, layer_costs, per_token
+from pyorch.attention.bytes import CELLS, GROUP, N_BATCH, layer_costs, per_token
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model, parse_spec
 from pyorch.bench import paper, records
@@ -50,6 +49,7 @@ from pyorch.cli.bench.measurement import (
     crossed,
     differing,
     from_option,
+    numa_field,
     rope_field,
     settings,
     text_hash,
@@ -214,7 +214,7 @@ class SpeedCase(CacheCase):
     text: str = from_option(
         default="",
         where_given=True,
-        to=lambda given: text_hash(_text(given)),
+        to=lambda given: text_hash(given.text),
         column=("positions before", lambda r: _before(r)),
     )  # a hash of what ours has read; without one K and V are random
     repack: bool = from_option(
@@ -222,42 +222,31 @@ class SpeedCase(CacheCase):
         default=True,
         where_given=True,
         to=lambda given: not given.repack,  # the option is --no-repack
-        column=("weights", lambda r: "rearranged" if r["repack"] else "as in the file"),
+        column=("weights", {True: "rearranged", False: "as in the file"}),
     )
-    numa: str = from_option(
-        opt.numa_option(),
-        default="",
-        to=lambda given: given.numa or "",
-        column=("numa", lambda r: r["numa"] or "none"),
-    )
+    numa: str = numa_field(where_given=False)
     rope: str = rope_field()
     kv_offload: bool = from_option(
         opt.kv_option("in any case"),
         default=True,
         where_given=True,
         to=lambda given: given.kv_offload is not False,
-        column=("K and V", lambda r: "with the layers" if r["kv_offload"] else "in memory"),
+        column=("K and V", {True: "with the layers", False: "in memory"}),
     )
     n_gpu_layers: int | None = from_option(
         opt.gpu_option(),
         default=None,
         where_given=True,
-        column=(
-            "layers on the GPU",
-            lambda r: "all" if r["n_gpu_layers"] is None else r["n_gpu_layers"],
-        ),
+        column=("layers on the GPU", {None: "all"}),
     )
     n_workers: int = from_option(
-        default=0,
-        where_given=True,
-        to=lambda given: len(given.rpc.workers),
-        column=("workers", lambda r: r["n_workers"]),
+        default=0, where_given=True, to=lambda given: len(given.rpc.workers), column=("workers", {})
     )
     tensor_split: str = from_option(
         default="",
         where_given=True,
         to=lambda given: ",".join(f"{x:g}" for x in given.rpc.tensor_split),
-        column=("split", lambda r: r["tensor_split"] or "by memory"),
+        column=("split", {"": "by memory"}),
     )
 
     @property
@@ -287,16 +276,6 @@ def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
     return f"{name} @ d{n_depth}" if n_depth else name
 
 
-def _text(given: Given) -> str:
-    """What ours reads before the tests."""
-    return _text_of(given.text) if given.text else ""
-
-
-@cache
-def _text_of(file: str) -> str:
-    return read_texts([Path(file)])[0]
-
-
 def calibration(spec: AttentionSpec, model: Path) -> str:
     """A hash of the settings that `calibrated` or `top-p` stands for, "" for other budgets: a new
     calibration makes other records.
@@ -323,6 +302,7 @@ def complete(given: Given) -> None:
     given.models = [model_path(m, given.yes, native.check_compiler) for m in given.models]
     given.like = given.like or ["llama2-7b"]
     given.n_depth = given.n_depth or [DEPTH]
+    given.text = read_texts([Path(given.text)])[0] if given.text else ""
     given.rpc.allowed()
 
 
@@ -423,17 +403,6 @@ def _element_bytes(c: CacheCase) -> list[float]:
     return [cache_type(t).bytes_per_element for t in (c.type_k, c.type_v)]
 
 
-def cost(group: Sequence[SpeedCase]) -> int:
-    """The relative duration of a group, for the estimate of the time left: roughly the MB read."""
-    c = group[0]
-    types = cache_type(c.type_k), cache_type(c.type_v)
-    read = c.model_size + cache_bytes(geometry_of(c.model), c.n_positions, *types)
-    # a token of a prompt takes a tenth of the time of a decoded one
-    tokens = c.n_depth / 10 * bool(c.text) + (c.repetitions + 1) * (c.n_gen or c.n_prompt / 10)
-    threads = min(c.n_threads, 8)  # more threads hardly read faster
-    return int(len(group) * (2e9 + read * (5 + tokens / threads)) / 1e6)
-
-
 # ---- measure ----
 
 
@@ -468,7 +437,7 @@ def measure(given: Given, group: Sequence[SpeedCase], done: Done) -> list[Result
         for i, case in enumerate(group):
             process(case)
             done(0.1 * (i + 1) / len(group))
-        layers = _prepare(group, process, _text(given))
+        layers = _prepare(group, process, given.text)
         done(0.2)
         # a round of growth has one timed turn, and its number as the seed: A B, B A, ...
         results, bandwidth = in_turns(
@@ -546,18 +515,13 @@ def _prepare(
     return layers
 
 
-def once(worker: Worker, case: SpeedCase, turn: int) -> dict[str, Any]:
+def once(worker: Worker, case: SpeedCase, turn: int) -> Any:
     """Run one test of a case; the cache is unchanged afterwards. Turn -1 only warms up, for which a
     short test is enough."""
     worker.attention(spec=str(case.spec))
-    whole = turn >= 0
-    if case.n_gen:
-        n = case.n_gen if whole else min(case.n_gen, 3)
-        got: dict[str, Any] = worker.generate(n=n, seed=turn + 1)
-        return got
-    got = worker.prefill(n=case.n_prompt if whole else min(case.n_prompt, 256), seed=turn + 1)
-    worker.rewind(n_pos=case.n_depth)
-    return got
+    test = worker.generate if case.n_gen else worker.prefill
+    n, short = case.n_gen or case.n_prompt, 3 if case.n_gen else 256
+    return test(n=n if turn >= 0 else min(n, short), seed=turn + 1)
 
 
 def check_calls(case: SpeedCase, counters: Mapping[str, int], n_layer: int) -> None:
@@ -801,7 +765,6 @@ MEASUREMENT = Measurement(
     measure=measure,
     table=markdown,
     libraries=("stock", "sparq"),
-    cost=cost,
     rows=rows,
     summary=summary,
 )
