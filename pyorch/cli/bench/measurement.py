@@ -300,7 +300,16 @@ def measured(
     from pyorch import native
 
     env = records.environment({x: native.built(stock=x == "stock") for x in of.libraries})
-    runs = [] if given.force else records.by_run(records.load_all(file, keyed=True))
+    runs = (
+        []
+        if given.force
+        else records.by_run(
+            # a folder may be that of several machines
+            rec
+            for rec in records.load_all(file, keyed=True)
+            if _kind(rec["env"]) == _kind(env)
+        )
+    )
     groups = [g for i, g in enumerate(groups) if g not in groups[:i]]
 
     def known(group: Group) -> list[Record] | None:
@@ -336,6 +345,11 @@ def measured(
                 records.append(file, made[-1])
             runs += records.by_run(made)
     return [rec for group in groups for rec in known(group) or []], n_failed
+
+
+def _kind(env: records.Environment) -> list[Any]:
+    """What two machines of a kind have in common."""
+    return [env["machine"].get(x) for x in ("cpu", "cores", "gpu")]
 
 
 def _cost(group: Group) -> int:
