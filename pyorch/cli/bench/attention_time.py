@@ -105,14 +105,14 @@ def groups(given: Given) -> list[list[AttentionCase]]:
             f"at least {2 * CELLS}",
             exit_code=2,
         )
-    found, shared = [], settings(AttentionCase, given)
+    planned, shared = [], settings(AttentionCase, given)
     every = crossed(given, "type_k", "type_v", "n_depth", "n_threads")
     for like, cache in product(given.like, [*every]):
         shape = _shape(like, given.n_layer)
         heads = {x: getattr(shape, x) for x in ("n_layer", "n_head", "n_head_kv", "head_dim")}
         who = sides((False, True), cache["type_v"], given.specs)
-        found.append([AttentionCase(like=like, **shared, **cache, **heads, **x) for x in who])
-    return found
+        planned.append([AttentionCase(like=like, **shared, **cache, **heads, **x) for x in who])
+    return planned
 
 
 def _shape(like: str, n_layer: int | None) -> synth.Shape:
@@ -302,7 +302,7 @@ def markdown(recs: Sequence[Record]) -> str:
 
 def summary(recs: Sequence[Record]) -> str:
     """The table for a README: a line for each row of ours, with the faster stock."""
-    found = [r for r in rows(recs) if r["library"] != "stock"]
+    ours = [r for r in rows(recs) if r["library"] != "stock"]
     shown: dict[str, Column] = {
         "model": lambda r: r["like"],
         "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
@@ -313,9 +313,9 @@ def summary(recs: Sequence[Record]) -> str:
         "ours, ms": lambda r: f"{r['attention_ms']:.2f}",
         "faster": lambda r: number(r["speedup"], "{:.2f}x"),
         "share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %"),
-        **differing(AttentionCase, found),
+        **differing(AttentionCase, ours),
     }
-    return f"{columns(shown, found, left=('model', 'attention'))}\n\n{_machine_line(recs)}"
+    return f"{columns(shown, ours, left=('model', 'attention'))}\n\n{_machine_line(recs)}"
 
 
 def _machine_line(recs: Sequence[Record]) -> str:
