@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels wheel-cuda figures fuzz sanitize lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels wheel-cuda figures fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
@@ -72,11 +72,11 @@ $(DEV): $(STAMP)
 
 wheels: $(STAMP)        ## dist/: wheels with the library inside, for machines without a compiler
 	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
-	$(RUN)/python -m pyorch.native.wheel dist $(ARGS)
+	$(RUN)/python -m pyorch.native dist $(ARGS)
 
 wheel-cuda: $(STAMP)    ## dist/: what a GPU needs beside the wheel for Linux, where nvcc 13 and GCC are; an hour. ARGS=90: for one kind of GPU
 	$(RUN)/python -m pip install --quiet --editable '.[wheel-cuda]'
-	$(RUN)/python -m pyorch.native.cuda_wheel dist $(ARGS)
+	$(RUN)/python -m pyorch.native dist cuda $(ARGS)
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
@@ -94,6 +94,9 @@ fuzz: build $(DEV)      ## random operations on the cache, spec changes, restore
 
 sanitize: build $(DEV)  ## the op tests on sanitized builds of our sources: addresses, undefined behaviour, threads
 	$(PYTEST) tests/ops/test_sanitize.py
+
+spec-table: build       ## pyorch/attention/spec.json: the keys of a spec, as the library has them
+	$(RUN)/python -c 'import ctypes; from pyorch import native; b = ctypes.create_string_buffer(1 << 14); native.load().llama_cpp._lib.llama_sparse_attn_keys(b, ctypes.c_size_t(len(b))); print(b.value.decode(), end="")' > pyorch/attention/spec.json
 
 lint: $(DEV)            ## what the style asks, without changing anything
 	$(RUN)/ruff check $(PY) && $(RUN)/ruff format --check $(PY)

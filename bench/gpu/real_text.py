@@ -10,11 +10,11 @@ moves two logits by. Each way is told of when it is done.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import click
 import numpy as np
@@ -41,24 +41,26 @@ def command(model: Path, n_prompt: int, n_gen: int) -> None:
     with (
         engine.load_model(model, kv_offload=False) as there,
         engine.load_model(model, n_gpu_layers=0) as here,
-        TemporaryDirectory() as folder,
     ):
         prompt = engine.tokenize(there, text)[:n_prompt]
         if len(prompt) < n_prompt:
             raise SparqError(f"the pages have {len(prompt)} tokens", "a smaller --n-prompt")
-        file, n_ctx = Path(folder) / "state", n_prompt + n_gen
+        n_ctx = n_prompt + n_gen
         with there.session(n_ctx=n_ctx, attention=OFF) as s:
             started = time.perf_counter()
             engine.prefill(s, prompt[:-1])
             note(f"{n_prompt} tokens of a prompt: {time.perf_counter() - started:.1f} s")
-            engine.save_state(s, file)
+            state = (ctypes.c_uint8 * s.lib.llama_state_get_size(s.ctx))()
+            s.lib.llama_state_get_data(s.ctx, state, len(state))
 
         def run(model: engine.Model, spec: str, given: Sequence[int]) -> np.ndarray:
             """The logits after the last token of the prompt and after those that are given, or
             after the most likely ones: (n_gen, vocabulary)."""
             found: list[np.ndarray] = []
             with model.session(n_ctx=n_ctx, attention=spec) as s:
-                engine.load_state(s, file)
+                if s.lib.llama_state_set_data(s.ctx, state, len(state)) != len(state):
+                    raise SparqError("the state of the prompt was not taken")
+                s.tokens = prompt[:-1]
                 for i in range(n_gen):
                     before = given[i - 1] if given else int(found[-1].argmax()) if i else 0
                     engine.decode(s, before if i else prompt[-1])

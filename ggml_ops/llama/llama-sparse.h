@@ -90,6 +90,10 @@ LLAMA_API int32_t llama_sparse_attn_default(const char * spec);
 // Checks a spec without a context. >= 0: the length of the canonical spec written to buf. < 0: buf says why.
 LLAMA_API int32_t llama_sparse_attn_parse(const char * spec, char * buf, size_t n_buf);
 
+// Writes the keys of a spec with their types, bounds, words and defaults, and what they exclude, as JSON. Returns the length the text has (without the
+// 0), < 0: no memory.
+LLAMA_API int32_t llama_sparse_attn_keys(char * buf, size_t n_buf);
+
 // Writes what is active, why layers stay dense, and the counters, as JSON. Returns the length the text has (without the 0), < 0: no memory.
 LLAMA_API int32_t llama_get_sparse_attn_info(const struct llama_context * ctx, char * buf, size_t n_buf);
 

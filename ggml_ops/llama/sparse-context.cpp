@@ -239,6 +239,14 @@ int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
     });
 }
 
+int32_t llama_sparse_attn_keys(char * buf, size_t n_buf) {
+    return llama_sparse_guarded(buf, n_buf, [&] {
+        const std::string s = llama_sparse_spec::table();
+        llama_sparse_write_text(s, buf, n_buf);
+        return (int32_t) s.size();
+    });
+}
+
 //
 // settings of a new context
 //

@@ -19,15 +19,21 @@ using names = std::vector<std::string>;
 
 const names METHODS = { "off", "dense", "sparq", "topk" };
 const names BUDGETS = { "ramp-down", "uniform", "ramp", "flat" };
+const names FLAT    = { "rank=32", "topk=512" }; // what the budget `flat` stands for: it reads about the same at any length
 
-// "a, b or c"
-std::string one_of(const names & words) {
+const double LEAST = 1e-6; // of a share
+const double MOST  = 1e9;  // of a whole number
+
+std::string join(const names & words, const std::string & sep, const std::string & last) {
     std::string res = words[0];
     for (size_t i = 1; i < words.size(); ++i) {
-        res += (i + 1 < words.size() ? ", " : " or ") + words[i];
+        res += (i + 1 < words.size() ? sep : last) + words[i];
     }
     return res;
 }
+
+// "a, b or c"
+std::string one_of(const names & words) { return join(words, ", ", " or "); }
 
 std::string trim(const std::string & s) {
     const size_t b = s.find_first_not_of(" \t\n");
@@ -51,29 +57,6 @@ bool to_double(const std::string & s, double & x) {
     return in >> x && in.peek() == EOF && std::isfinite(x);
 }
 
-double parse_ratio(const std::string & s) {
-    double x = 0;
-    double den = 1;
-    bool ok = false;
-    const size_t slash = s.find('/');
-    if (slash != std::string::npos) {
-        ok = to_double(trim(s.substr(0, slash)), x) && to_double(trim(s.substr(slash + 1)), den) && den > 0;
-        x /= den;
-    } else if (!s.empty() && s.back() == '%') {
-        ok = to_double(trim(s.substr(0, s.size() - 1)), x);
-        x /= 100;
-    } else {
-        ok = to_double(s, x);
-    }
-    if (!ok) {
-        throw llama_sparse_error("ratio is not a number: " + s, "write it as 1/8, 0.125 or 12.5%");
-    }
-    if (!(x > 0 && x <= 1)) {
-        throw llama_sparse_error("ratio must be above 0 and at most 1: " + s, "ratio is the share of dense attention's bytes to read, as in 1/8");
-    }
-    return x;
-}
-
 // the shortest text of 9 digits or more that reads back as x: a sequence takes the settings of all as text
 std::string format_double(double x) {
     for (int digits = 9;; ++digits) {
@@ -87,30 +70,33 @@ std::string format_double(double x) {
     }
 }
 
-int32_t parse_int(const std::string & key, const std::string & s, int32_t min) {
-    double x;
-    if (s.find_first_not_of("+-0123456789") != std::string::npos || !to_double(s, x) || x > 1e9) {
-        throw llama_sparse_error(key + " is not a whole number: " + s, "as in " + key + "=" + std::to_string(std::max(min, 16)));
-    }
-    if (x < min) {
-        throw llama_sparse_error(key + " must be at least " + std::to_string(min) + ": " + s, "leave it out for the default");
-    }
-    return (int32_t) x;
-}
-
-double parse_above_0(const std::string & key, const std::string & s, double max, const std::string & hint) {
-    double x;
-    if (!to_double(s, x) || !(x > 0 && x <= max)) {
-        throw llama_sparse_error(key + " is not a number above 0 and at most " + format_double(max) + ": " + s, hint);
+// 0.125, 1/8 or 12.5%
+double parse_number(const std::string & key, const std::string & s, double low, double high) {
+    double x   = 0;
+    double den = 1;
+    const size_t slash = s.find('/');
+    const bool is_percent = !s.empty() && s.back() == '%';
+    const bool is_number = to_double(trim(s.substr(0, is_percent ? s.size() - 1 : slash)), x) &&
+            (slash == std::string::npos || to_double(trim(s.substr(slash + 1)), den));
+    x = is_percent ? x/100 : x/den;
+    if (!is_number || !(x >= low && x <= high)) {
+        throw llama_sparse_error(key + " is not a number from " + format_double(low) + " to " + format_double(high) + ": " + s, "leave it out for the default");
     }
     return x;
+}
+
+int32_t parse_int(const std::string & key, const std::string & s, double low) {
+    if (s.find_first_not_of("+-0123456789") != std::string::npos) {
+        throw llama_sparse_error(key + " is not a whole number: " + s, "as in " + key + "=" + std::to_string(std::max((int) low, 16)));
+    }
+    return (int32_t) parse_number(key, s, low, MOST);
 }
 
 // the number of a word
 int32_t parse_word(const std::string & key, const std::string & s, const names & words) {
     const auto word = std::find(words.begin(), words.end(), s);
     if (word == words.end()) {
-        throw llama_sparse_error(key + " is not " + one_of(words) + ": " + s, "leave it out for the default");
+        throw llama_sparse_error(key + " is not " + one_of(words) + ": " + s, "write one of these");
     }
     return (int32_t) (word - words.begin());
 }
@@ -121,12 +107,10 @@ llama_sparse_spec::layer_k parse_layer_k(const std::string & s) {
         return { 100.0, true };
     }
     if (!s.empty() && s.back() == '%') {
-        return { parse_above_0("k_layers", trim(s.substr(0, s.size() - 1)), 100.0, "as in k_layers=64:12.5%:dense"), true };
+        return { parse_number("k_layers", s.substr(0, s.size() - 1), LEAST, 100.0), true };
     }
     return { (double) parse_int("k_layers", s, 1), false };
 }
-
-int32_t parse_layer_rank(const std::string & s) { return parse_int("rank_layers", s, 1); }
 
 std::string format_layer_k(const llama_sparse_spec::layer_k & k) {
     return !k.percent ? std::to_string((int32_t) k.x) : k.x >= 100.0 ? "dense" : format_double(k.x) + "%";
@@ -137,7 +121,8 @@ std::string format_layer_k(const llama_sparse_spec::layer_k & k) {
 enum : unsigned {
     SHARED = 1, // one node of a graph has it for all its tokens, so that a sequence cannot have its own
     PROMPT = 2, // says how a prompt is read, so that it goes with `dense` too
-    CHOICE = 4, // chooses how much a layer reads, which ratio=1 and the budget flat do as well
+    CHOICE = 4, // chooses how much a layer reads, which ratio=1 does as well
+    SCORES = 8, // says how a layer scores, which `topk` does with all of K
 };
 
 using spec = llama_sparse_spec;
@@ -145,34 +130,43 @@ using spec = llama_sparse_spec;
 struct key_info {
     std::string name;
     unsigned    flags;
+    std::string limits;   // of the exported table, in JSON: the type, and its bounds or words
+    std::string excludes; // the other key that says the same of every layer
+    std::string needs;    // another key, or KEY=WORD, without which it changes nothing
     std::function<void(spec &, const std::string &)> read; // throws llama_sparse_error
     std::function<std::string(const spec &)>         text;
 };
 
-key_info whole(const char * name, int32_t spec::*field, int32_t min, unsigned flags = 0) {
-    const auto read = [=](spec & x, const std::string & s) { x.*field = parse_int(name, s, min); };
-    return { name, flags, read, [=](const spec & x) { return std::to_string(x.*field); } };
+std::string bounds(const char * type, double low, double high) {
+    return std::string("\"type\": \"") + type + "\", \"low\": " + format_double(low) + ", \"high\": " + format_double(high);
 }
 
-key_info above_0(const char * name, double spec::*field, double max, unsigned flags, const char * hint) {
-    const auto read = [=](spec & x, const std::string & s) { x.*field = parse_above_0(name, s, max, hint); };
-    return { name, flags, read, [=](const spec & x) { return format_double(x.*field); } };
+std::string quoted(const names & words) { return "[\"" + join(words, "\", \"", "\", \"") + "\"]"; }
+
+key_info whole(const char * name, int32_t spec::*field, int32_t low, unsigned flags = 0, const char * excludes = "") {
+    const auto read = [=](spec & x, const std::string & s) { x.*field = parse_int(name, s, low); };
+    return { name, flags, bounds("whole", low, MOST), excludes, "", read, [=](const spec & x) { return x.*field < low ? "" : std::to_string(x.*field); } };
+}
+
+key_info number(const char * name, double spec::*field, double low, double high, unsigned flags, const char * needs = "") {
+    const auto read = [=](spec & x, const std::string & s) { x.*field = parse_number(name, s, low, high); };
+    return { name, flags, bounds("number", low, high), "", needs, read, [=](const spec & x) { return format_double(x.*field); } };
 }
 
 // words for the numbers from `first` on
-key_info choice(const char * name, int32_t spec::*field, int32_t first, const names & words, unsigned flags = 0) {
+key_info choice(const char * name, int32_t spec::*field, int32_t first, const names & words, unsigned flags = 0, const char * excludes = "") {
     const auto read = [=](spec & x, const std::string & s) { x.*field = first + parse_word(name, s, words); };
-    return { name, flags, read, [=](const spec & x) { return words[x.*field - first]; } };
+    return { name, flags, "\"type\": \"word\", \"words\": " + quoted(words), excludes, "", read, [=](const spec & x) { return words[x.*field - first]; } };
 }
 
 // one value for each layer, separated by ':'
-template <typename T, typename Parse, typename Text> key_info list(const char * name, std::vector<T> spec::*field, Parse parse, Text text) {
+template <typename T, typename Parse, typename Text> key_info list(const char * name, unsigned flags, std::vector<T> spec::*field, Parse parse, Text text) {
     const auto read = [=](spec & x, const std::string & s) {
         for (const auto & one : split(s, ':')) {
             (x.*field).push_back(parse(one));
         }
     };
-    return { name, CHOICE, read, [=](const spec & x) {
+    return { name, flags, bounds("list", 1, MOST), "", "", read, [=](const spec & x) {
                 std::string res;
                 for (const T & one : x.*field) {
                     res += (res.empty() ? "" : ":") + text(one);
@@ -181,36 +175,42 @@ template <typename T, typename Parse, typename Text> key_info list(const char * 
             } };
 }
 
-void read_shadow(spec & x, const std::string & s) {
+key_info shadow() {
 #define X(bits, name) name,
-    parse_word("shadow", s, { GGML_SPARSE_SHADOWS(X) });
+    const names words = { GGML_SPARSE_SHADOWS(X) };
 #undef X
-    x.n_bit = ggml_sparse_shadow_bits(s.c_str());
+    const auto read = [=](spec & x, const std::string & s) {
+        parse_word("shadow", s, words);
+        x.n_bit = ggml_sparse_shadow_bits(s.c_str());
+    };
+    const auto text = [](const spec & x) { return std::string(ggml_sparse_shadow_name(x.n_bit)); };
+    return { "shadow", SHARED | SCORES, "\"type\": \"word\", \"words\": " + quoted(words), "", "", read, text };
 }
 
-// All keys, in the order of the canonical text. Which there are, how they are read and written, and what sequences share follow from this table;
-// llama-sparse.h says what they mean
+// All keys, in the order of the canonical text. Which there are, how they are read and written, what sequences share, what excludes what, and the table
+// that Python has follow from these rows; llama-sparse.h says what they mean
 const std::vector<key_info> & keys() {
     // clang-format off
     static const std::vector<key_info> res = {
-        { "ratio", 0, [](spec & x, const std::string & s) { x.ratio = parse_ratio(s); }, [](const spec & x) { return format_double(x.ratio); } },
-        whole  ("rank",       &spec::rank,       1, CHOICE),
-        whole  ("topk",       &spec::topk,       1, CHOICE),
-        whole  ("local",      &spec::local,      0),
-        whole  ("sinks",      &spec::sinks,      0),
-        whole  ("min_k",      &spec::min_k,      1),
-        whole  ("min_ctx",    &spec::min_ctx,    0),
-        whole  ("gpu_min_mb", &spec::gpu_min_mb, 0, SHARED),
-        choice ("mean_v",     &spec::mean_v,     -1, { "auto", "off", "on" }, SHARED),
-        { "shadow", SHARED, read_shadow, [](const spec & x) { return std::string(ggml_sparse_shadow_name(x.n_bit)); } },
-        choice ("budget",     &spec::ramp,       -1, BUDGETS),
-        above_0("top_p",      &spec::top_p,      1.0, SHARED | CHOICE, "the share of the mass to select, as in top_p=0.95"),
-        above_0("cap",        &spec::cap,        1e6, SHARED, "up to how many times k, as in cap=4"),
-        list   ("k_layers",    &spec::k_layers,    parse_layer_k, format_layer_k),
-        list   ("rank_layers", &spec::rank_layers, parse_layer_rank, [](int32_t x) { return std::to_string(x); }),
-        choice ("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
-        above_0("prompt_p",   &spec::prompt_p,   1.0, SHARED | PROMPT, "the share of a prompt's attention to read, as in prompt_p=0.99"),
-        choice ("verify",     &spec::verify,     0, { "exact", "sparse" }),
+        number("ratio",      &spec::ratio,      LEAST, 1.0, 0),
+        whole ("rank",       &spec::rank,       1, CHOICE | SCORES, "rank_layers"),
+        whole ("topk",       &spec::topk,       1, CHOICE, "k_layers"),
+        whole ("local",      &spec::local,      0),
+        whole ("sinks",      &spec::sinks,      0),
+        whole ("min_k",      &spec::min_k,      1),
+        whole ("min_ctx",    &spec::min_ctx,    0),
+        whole ("gpu_min_mb", &spec::gpu_min_mb, 0, SHARED),
+        choice("mean_v",     &spec::mean_v,     -1, { "auto", "off", "on" }, SHARED | SCORES),
+        shadow(),
+        choice("budget",     &spec::ramp,       -1, BUDGETS, CHOICE, "k_layers"),
+        number("top_p",      &spec::top_p,      LEAST, 1.0, SHARED | CHOICE),
+        number("cap",        &spec::cap,        1.0, 1e6, SHARED, "top_p"),
+        list  ("k_layers",    CHOICE,          &spec::k_layers,    parse_layer_k, format_layer_k),
+        list  ("rank_layers", CHOICE | SCORES, &spec::rank_layers, [](const std::string & s) { return parse_int("rank_layers", s, 1); },
+                [](int32_t x) { return std::to_string(x); }),
+        choice("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
+        number("prompt_p",   &spec::prompt_p,   LEAST, 1.0, SHARED | PROMPT, "prompt=sparse"),
+        choice("verify",     &spec::verify,     0, { "exact", "sparse" }),
     };
     // clang-format on
     return res;
@@ -232,98 +232,62 @@ const key_info & key_of(const std::string & name) {
 
 using key_set = std::set<std::string>;
 
-// the first key of those that choose how much a layer reads; "": none is given
-std::string choice_of(const key_set & given) {
-    const auto key = std::find_if(keys().begin(), keys().end(), [&](const key_info & k) { return k.flags & CHOICE && given.count(k.name); });
-    return key == keys().end() ? "" : key->name;
-}
-
-// rank and topk of a budget that reads next to the same at any length
-void make_flat(llama_sparse_spec & spec, const key_set & given) {
-    if (spec.method != LLAMA_SPARSE_SPARQ || given.count("ratio") || !choice_of(given).empty()) {
-        throw llama_sparse_error("budget flat is sparq,rank=32,topk=512, beside no ratio, rank, topk, k_layers, rank_layers or top_p", "write just sparq,flat");
-    }
-    spec.ramp = 0;
-    spec.rank = 32;
-    spec.topk = 512;
-}
-
-// Throws: a key would change nothing, because another says the same of every layer, or because the method does not use it. Its default changes nothing
-// either, but is what everybody has who writes all keys down
-void check_idle(const llama_sparse_spec & spec, const key_set & given) {
+// with or without what a key changes nothing; "": it does. Its default never does, but is what everybody has who writes all keys down
+std::string why_idle(const llama_sparse_spec & spec, const key_set & given, const key_info & key) {
     const llama_sparse_spec usual;
     const bool is_topk = spec.method == LLAMA_SPARSE_TOPK;
-    const bool is_rank_given = is_topk || given.count("rank");
-    const bool reads_all = given.count("ratio") && spec.ratio >= 1;
-    const std::string choice = reads_all ? choice_of(given) : "";
-    const struct { bool is_idle; const char * key, * why; } rules[] = {
-        { given.count("k_layers")    && given.count("topk"), "topk",   "k_layers has the topk of every layer" },
-        { given.count("rank_layers") && given.count("rank"), "rank",   "rank_layers has the rank of every layer" },
-        { given.count("k_layers")    && spec.ramp,           "budget", "k_layers has the topk of every layer" },
-        { reads_all                  && spec.ramp,           "budget", "ratio 1 is dense attention" },
-        { spec.n_bit != usual.n_bit  && is_topk,             "shadow", "topk scores with all of K, not with a transposed copy" },
-        { !choice.empty(), choice.c_str(), "ratio 1 is dense attention" },
-        { given.count("ratio") && given.count("topk") && is_rank_given, "ratio", is_topk ? "topk is given" : "topk and rank are given" },
-    };
-    for (const auto & rule : rules) {
-        if (rule.is_idle) {
-            throw llama_sparse_error(std::string(rule.why) + ", so " + rule.key + " would change nothing", std::string("leave out ") + rule.key);
+    if (key.name != "ratio" && key.text(spec) == key.text(usual)) {
+        return "";
+    }
+    if (is_topk ? key.flags & SCORES : !spec.is_sparse() && !(spec.method == LLAMA_SPARSE_DENSE && key.flags & PROMPT)) {
+        return std::string("with ") + spec.method_name();
+    }
+    if (given.count(key.excludes)) {
+        return "with " + key.excludes;
+    }
+    if (!key.needs.empty()) {
+        const names need = split(key.needs, '=');
+        const std::string text = key_of(need[0]).text(spec);
+        if (need.size() > 1 ? text != need[1] : text == key_of(need[0]).text(usual)) {
+            return "without " + key.needs;
         }
     }
+    if (key.name == "ratio" && given.count("topk") && (is_topk || given.count("rank"))) {
+        return is_topk ? "with topk" : "with rank and topk";
+    }
+    if (key.name == "topk" && spec.topk <= spec.sinks + std::max(spec.local, 0)) {
+        return "with as many sinks and local";
+    }
+    return key.flags & CHOICE && given.count("ratio") && spec.ratio >= 1 ? "with ratio=1" : "";
 }
 
-void check_together(const llama_sparse_spec & spec, const key_set & given, const std::string & text) {
-    const std::string method = spec.method_name();
-    const bool dense = spec.method == LLAMA_SPARSE_DENSE;
+// throws: a key would change nothing
+void check_together(const llama_sparse_spec & spec, const key_set & given) {
     for (const auto & name : given) {
-        if (!spec.is_sparse() && !(dense && key_of(name).flags & PROMPT)) {
-            throw llama_sparse_error(method + " takes no keys" + (dense ? " but prompt and prompt_p: " : ": ") + text, "write just " + method);
+        const std::string why = why_idle(spec, given, key_of(name));
+        if (!why.empty()) {
+            throw llama_sparse_error(name + " changes nothing " + why, "leave out " + name);
         }
-    }
-    if (spec.prompt_p != llama_sparse_spec().prompt_p && spec.prompt != 2) {
-        throw llama_sparse_error("prompt_p belongs to prompt=sparse: " + text, "as in prompt=sparse,prompt_p=0.99");
-    }
-    if (spec.cap != 1.0 && (spec.cap < 1.0 || spec.top_p >= 1.0)) {
-        throw llama_sparse_error("cap is 1 or more, and belongs to top_p: " + text, "as in top_p=0.95,cap=4");
-    }
-    if (spec.method == LLAMA_SPARSE_TOPK && (spec.rank > 0 || !spec.rank_layers.empty() || spec.mean_v > 0)) {
-        throw llama_sparse_error("rank and mean_v belong to sparq, not topk: " + text, "topk scores with all of K, so its scores are exact");
-    }
-    check_idle(spec, given);
-    if (spec.topk > 0 && spec.sinks + std::max(spec.local, 0) + 1 > spec.topk) {
-        throw llama_sparse_error("topk leaves no room beside sinks and local: " + text, "topk counts them; raise topk, or lower sinks or local");
     }
 }
 
 // Sets the method and what keys say, and leaves the rest as it is; given: receives the keys that are there
 void read_keys(const std::string & text, llama_sparse_spec & spec, key_set & given) {
-    const names parts  = split(text, ',');
-    const auto  method = std::find(METHODS.begin(), METHODS.end(), parts[0]);
-    if (method == METHODS.end()) {
-        throw llama_sparse_error("unknown method: " + parts[0], "write " + one_of(METHODS));
-    }
-    spec.method = (llama_sparse_method) (method - METHODS.begin());
-
+    names parts = split(text, ',');
+    spec.method = (llama_sparse_method) parse_word("method", parts[0], METHODS);
     for (size_t i = 1; i < parts.size(); ++i) {
-        const size_t eq = parts[i].find('=');
         // a budget may stand alone: topk,k=512,ramp
+        const size_t eq = parts[i].find('=');
+        const auto & k  = key_of(eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq)));
         const std::string val = eq == std::string::npos ? parts[i] : trim(parts[i].substr(eq + 1));
-        const bool is_budget = std::find(BUDGETS.begin(), BUDGETS.end(), val) != BUDGETS.end() || val == "calibrated" || val == "top-p";
-        if (eq == std::string::npos && !is_budget) {
-            throw llama_sparse_error("not a key=value pair: " + val, "without a key there may be " + one_of(BUDGETS));
-        }
-        const auto & k = key_of(eq == std::string::npos ? "budget" : trim(parts[i].substr(0, eq)));
         if (!given.insert(k.name).second) {
             throw llama_sparse_error(k.name + " is given twice: " + text, "leave out one of the two");
         }
-        if (k.name == "budget" && (val == "calibrated" || val == "top-p")) {
-            throw llama_sparse_error("budget " + val + " is measured for each model, by sparq-cpp calibrate",
-                    "write what it found here: sparq-cpp explain --budget " + val + " names it");
+        if (k.name == "budget" && val == "flat") {
+            parts.insert(parts.end(), FLAT.begin(), FLAT.end());
+        } else {
+            k.read(spec, val);
         }
-        k.read(spec, val);
-    }
-    if (spec.ramp == 2) { // flat
-        make_flat(spec, given);
     }
 }
 
@@ -338,7 +302,7 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
     llama_sparse_spec spec;
     key_set given;
     read_keys(text, spec, given);
-    check_together(spec, given, text);
+    check_together(spec, given);
     return spec;
 }
 
@@ -353,7 +317,7 @@ llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const l
     key_set given;
     read_keys(text, spec, given);
     if (spec.is_off()) {
-        check_together(spec, given, text);
+        check_together(spec, given);
         return spec;
     }
     const std::string here = ": " + all.str();
@@ -370,8 +334,25 @@ llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const l
             k.read(spec, k.text(spec.is_dense() && !(k.flags & PROMPT) ? llama_sparse_spec() : all));
         }
     }
-    check_together(spec, given, text);
+    check_together(spec, given);
     return spec;
+}
+
+std::string llama_sparse_spec::table() {
+    std::string res = "{\"methods\": " + quoted(METHODS) + ", \"flat\": " + quoted(FLAT) + ", \"keys\": {";
+    for (const auto & k : keys()) {
+        names methods = { "sparq" };
+        if (!(k.flags & SCORES)) {
+            methods.push_back("topk");
+        }
+        if (k.flags & PROMPT) {
+            methods.push_back("dense");
+        }
+        res += std::string(&k == &keys()[0] ? "" : ",") + "\n\"" + k.name + "\": {" + k.limits + ", \"default\": \"" + k.text(llama_sparse_spec()) +
+                "\", \"methods\": " + quoted(methods) + ", \"chooses\": " + (k.flags & CHOICE ? "true" : "false") + ", \"excludes\": \"" + k.excludes +
+                "\", \"needs\": \"" + k.needs + "\"}";
+    }
+    return res + "\n}}\n";
 }
 
 const char * llama_sparse_spec::method_name() const {

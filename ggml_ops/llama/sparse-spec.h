@@ -58,6 +58,8 @@ struct llama_sparse_spec {
 
     std::string str() const; // canonical
 
+    static std::string table(); // of llama_sparse_attn_keys()
+
     const char * method_name() const;
 
     bool is_off()    const { return method == LLAMA_SPARSE_OFF; }

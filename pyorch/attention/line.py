@@ -2,8 +2,7 @@
 
 The settings themselves are frozen dataclasses: `AttentionSpec`, which the library knows, and those
 of the methods in Python (`pyorch.policies`). A line is parsed at once when it arrives, on the
-command line or from a file, and written only for display and for files; in between there are only
-objects.
+command line or from a file, and written only for display, for files and for the library.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from pyorch.errors import SparqError, nearest
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DEFAULT_RATIO = 1 / 8
 # what the library takes too: Python's own numbers may have underscores and digits of any script
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_RATIO_HINT = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
 
 
 def split(text: str) -> tuple[str, list[str]]:
@@ -44,20 +41,22 @@ def read(
     what: str,
     *,
     aliases: Mapping[str, str] | None = None,
-    readers: Mapping[str, Callable[[str], object]] | None = None,
+    lists: Mapping[str, Callable[[str], object]] | None = None,
 ) -> dict[str, Any]:
     """Returns values for the fields of the dataclass `kind`, which checks their ranges itself.
 
     Args:
         what: the name of a setting in errors.
         aliases: other names of fields.
-        readers: for fields that are neither numbers nor names; each raises SparqError.
+        lists: for fields of several values with ':' between them, what reads one of these; each
+            raises ValueError.
 
     Raises:
         SparqError: there is no such field or no value, or it has the wrong type.
     """
     types = {f.name: str(f.type).removesuffix(" | None") for f in fields(kind)}
     types.pop("method", None)  # the method is the head of the line
+    readers: dict[str, Callable[[str], object]] = {"float": number, "int": whole_number}
     out: dict[str, Any] = {}
     for part in parts:
         key, eq, text = (s.strip() for s in part.partition("="))
@@ -68,35 +67,38 @@ def read(
             raise SparqError(f"{what} {part!r} has no value", f"{key}=...", exit_code=2)
         if key in out:
             raise SparqError(f"{key} is given twice", "leave out one of the two", exit_code=2)
-        if key == "ratio":
-            out[key] = parse_ratio(text)
-        elif readers and key in readers:
-            out[key] = readers[key](text)
-        else:
-            out[key] = _number_or_name(key, types[key], text)
+        try:
+            if lists and key in lists:
+                out[key] = tuple(lists[key](entry.strip()) for entry in text.split(":"))
+            else:
+                out[key] = readers.get(types[key], str)(text)
+        except ValueError:
+            hint = "64:12.5%:dense, or 8:8:16" if lists and key in lists else "64, 1/8 or 12.5%"
+            raise SparqError(f"{key} {text!r} is not a number", hint, exit_code=2) from None
     return out
 
 
 def whole_number(text: str) -> int:
     """Raises ValueError: it is none."""
-    if not _WHOLE.fullmatch(text):
-        raise ValueError(text)
-    return int(text)
+    return int(_matching(_WHOLE, text))
 
 
 def number(text: str) -> float:
-    """Raises ValueError: it is none."""
-    if not _NUMBER.fullmatch(text):
+    """0.125, 1/8 or 12.5%. Raises ValueError: it is none."""
+    above, slash, below = text.partition("/")
+    if slash and not float(_matching(_NUMBER, below)):
         raise ValueError(text)
-    return float(text)
+    if slash:
+        return float(_matching(_NUMBER, above)) / float(below)
+    if text.endswith("%"):
+        return float(_matching(_NUMBER, text[:-1])) / 100
+    return float(_matching(_NUMBER, text))
 
 
-def _number_or_name(key: str, kind: str, text: str) -> float | int | str:
-    try:
-        return number(text) if kind == "float" else whole_number(text) if kind == "int" else text
-    except ValueError:
-        wanted = "number" if kind == "float" else "whole number"
-        raise SparqError(f"{key} {text!r} is not a {wanted}", exit_code=2) from None
+def _matching(pattern: re.Pattern[str], text: str) -> str:
+    if not pattern.fullmatch(text.strip()):
+        raise ValueError(text)
+    return text.strip()
 
 
 def write(method: str, settings: DataclassInstance, without: Collection[str] = ()) -> str:
@@ -112,13 +114,8 @@ def write(method: str, settings: DataclassInstance, without: Collection[str] = (
 
 def _text(value: object) -> str:
     if isinstance(value, tuple):
-        return join_layers(value)
+        return ":".join(map(str, value))
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
-
-
-def join_layers(entries: Iterable[object]) -> str:
-    """The text of a list with one entry per layer: `8:8:16`."""
-    return ":".join(map(str, entries))
 
 
 def parse_ratio(text: str) -> float:
@@ -127,15 +124,10 @@ def parse_ratio(text: str) -> float:
     Raises:
         SparqError: it is not a number, or not above 0 and at most 1.
     """
-    raw = text.strip()
-    above, slash, below = (part.strip() for part in raw.partition("/"))
     try:
-        if slash:
-            value = number(above) / number(below)
-        else:
-            value = number(raw[:-1].strip()) / 100 if raw.endswith("%") else number(raw)
-    except (ValueError, ZeroDivisionError):
-        raise SparqError(f"ratio {text!r} is not a number", _RATIO_HINT, exit_code=2) from None
+        value = number(text.strip())
+    except ValueError:
+        value = math.nan
     check_ratio(value, text)
     return value
 
@@ -143,13 +135,11 @@ def parse_ratio(text: str) -> float:
 def check_ratio(ratio: float, text: str = "") -> None:
     """Raise SparqError unless it is above 0 and at most 1."""
     if not 0 < ratio <= 1:
-        what = text or ratio_text(ratio)
-        raise SparqError(f"ratio {what} is not above 0 and at most 1", _RATIO_HINT, exit_code=2)
+        hint = "a ratio is a share of dense attention's bytes: 1/8, 0.125 or 12.5%"
+        raise SparqError(f"ratio {text or ratio} is not above 0 and at most 1", hint, exit_code=2)
 
 
 def ratio_text(ratio: float) -> str:
     """0.125 -> `1/8`; a ratio that is not a short fraction keeps its decimals."""
-    if not math.isfinite(ratio):
-        return repr(ratio)
     f = Fraction(ratio).limit_denominator(1000)
     return str(f) if math.isclose(float(f), ratio, rel_tol=1e-12) else repr(float(ratio))

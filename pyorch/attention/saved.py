@@ -9,41 +9,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from pyorch import paths
-from pyorch.attention.spec import (
-    CALIBRATED,
-    AttentionSpec,
-    parse_k_layers,
-    parse_rank_layers,
-    ratio_text,
-)
+from pyorch.attention.spec import CALIBRATED, AttentionSpec, ratio_text, read_settings
 from pyorch.errors import SparqError
 from pyorch.models.content import content_hash
 
 SCHEMA = 1
-
-
-# ---- results, on disk and in memory ----
-
-
-class Found(TypedDict, total=False):
-    """The settings that replace a spec's own; lists are text, as in a spec's line."""
-
-    mean_v: str
-    local: int
-    min_k: int
-    top_p: float
-    cap: float
-    k_layers: str
-    rank_layers: str
+Found = Mapping[str, Any]  # settings by name; lists are text, as in a line
 
 
 class Candidate(TypedDict):
-    """Settings that were tried. kl: nats; share: bytes read over dense attention's."""
+    """Settings that were compared. kl: nats; share: bytes read over dense attention's."""
 
     name: str
     spec: str
@@ -52,35 +33,27 @@ class Candidate(TypedDict):
     share: float
 
 
-class About(TypedDict):
-    """Everything that a search depends on; `text` is a hash."""
+_TopP = TypedDict("_TopP", {"top-p": Found})
+
+
+class Result(_TopP):
+    """The result of a search: the best settings without `top_p`, and the best of all. `text` is a
+    hash. Results of earlier versions have a `seed`, too, and more candidates."""
 
     ratio: float
     shadow: str
     n_pos: int
     n_contexts: int
     n_tokens: int
-    seed: int
     types: list[str]
     text: str
     library: str
-
-
-_TopP = TypedDict("_TopP", {"top-p": Found})
-
-
-class Result(About, _TopP):
-    """The result of a search: the best settings without `top_p`, and the best of all."""
-
     time: str
     layers: list[int]
     chosen: str
     chosen_top_p: str
     calibrated: Found
     candidates: list[Candidate]
-
-
-# ---- the files of results ----
 
 
 def _files(model: Path, digest: str) -> list[Path]:
@@ -95,20 +68,20 @@ def load(model: str | os.PathLike[str]) -> list[Result]:
         SparqError: a file of results is damaged.
     """
     digest = content_hash(Path(model))
-    found: dict[tuple[float, str], Result] = {}
+    results: dict[tuple[float, str], Result] = {}
     for file in _files(Path(model), digest):
         try:
             data = json.loads(file.read_text("utf-8"))
             fits = data["schema"] == SCHEMA and data["model"] == digest
             for r in data["results"] if fits else []:
                 key = (round(r["ratio"], 9), r["shadow"])
-                if key not in found or found[key]["time"] < r["time"]:
-                    found[key] = r
+                if key not in results or results[key]["time"] < r["time"]:
+                    results[key] = r
         except OSError:
             continue
         except (ValueError, KeyError, TypeError):
             raise SparqError(f"{file} is damaged", "delete it, and calibrate again") from None
-    return list(found.values())
+    return list(results.values())
 
 
 def save(model: Path, result: Result) -> Path:
@@ -123,18 +96,16 @@ def save(model: Path, result: Result) -> Path:
     same = (result["ratio"], result["shadow"])
     others = [r for r in load(model) if (r["ratio"], r["shadow"]) != same]
     data = {"schema": SCHEMA, "model": digest, "results": [*others, result]}
-    text = json.dumps(data, indent=1)
     reason = ""
     for file in _files(model, digest):
         new = file.with_name(f"{file.name}.{os.getpid()}.new")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(text + "\n", "utf-8")
+            new.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
             new.replace(file)
             return file
         except OSError as e:
-            if new.exists():
-                new.unlink()
+            new.unlink(missing_ok=True)
             reason = f"{file}: {e.strerror or e}"
     raise SparqError(f"the result cannot be kept: {reason}", "SPARQ_CACHE names another folder")
 
@@ -168,20 +139,12 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
     if spec.budget not in CALIBRATED:
         return spec
     if spec.method != "sparq":
-        raise SparqError(
-            f"budget {spec.budget} belongs to sparq, not to {spec.method}",
-            "uniform, ramp and ramp-down need no calibration",
-            exit_code=2,
-        )
+        raise SparqError(f"budget {spec.budget} belongs to sparq", "-a sparq,calibrated", 2)
     result = find(model, spec.ratio or 0, spec.shadow)
-    found = result["calibrated"] if spec.budget == "calibrated" else result["top-p"]
-    default, out = AttentionSpec(), applied(found, spec)
-    return replace(
-        out,
-        mean_v=out.mean_v if spec.mean_v == default.mean_v else spec.mean_v,
-        min_k=out.min_k if spec.min_k == default.min_k else spec.min_k,
-        local=out.local if spec.local == default.local else spec.local,
-    )
+    out = applied(result["calibrated"] if spec.budget == "calibrated" else result["top-p"], spec)
+    default = AttentionSpec()
+    given = {name: getattr(spec, name) for name in ("mean_v", "min_k", "local")}
+    return replace(out, **{k: v for k, v in given.items() if v != getattr(default, k)})
 
 
 def applied(found: Found, spec: AttentionSpec) -> AttentionSpec:
@@ -190,19 +153,6 @@ def applied(found: Found, spec: AttentionSpec) -> AttentionSpec:
     Raises:
         SparqError: a setting that this version does not know, which would be left out otherwise.
     """
-    if unknown := sorted(set(found) - Found.__annotations__.keys()):
-        raise SparqError(
-            f"the saved calibration has an unknown setting {unknown[0]!r}", "calibrate again"
-        )
-    k_layers, rank_layers = found.get("k_layers"), found.get("rank_layers")
-    return replace(
-        spec,
-        budget="uniform",
-        mean_v=found.get("mean_v", spec.mean_v),
-        local=found.get("local", spec.local),
-        min_k=found.get("min_k", spec.min_k),
-        top_p=found.get("top_p", spec.top_p),
-        cap=found.get("cap", spec.cap),
-        k_layers=parse_k_layers(k_layers) if k_layers else None,
-        rank_layers=parse_rank_layers(rank_layers) if rank_layers else None,
-    )
+    parts = [f"{name}={value}" for name, value in found.items()]
+    values = read_settings(parts, "setting of the saved calibration")
+    return replace(spec, budget="uniform", **values)

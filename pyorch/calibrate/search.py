@@ -2,61 +2,55 @@
 
 It minimises KL(dense || sparse) of the next token, in nats, as a mean over the decoded positions
 with all layers sparse at once: the errors of single layers do not add up to it. The search begins
-at the uniform budget and proceeds in rounds with ever smaller steps:
+at the uniform budget, with or without the mean of V, whichever is better, and takes two rounds:
 
 1. One layer at a time gets more and less k, and a higher and a lower rank, while the others stay
-   where they are. What that does to KL, and to the bytes that the library counts, is measured on
-   half of the contexts; the next round takes the other half.
+   where they are. What that does to KL, and to the bytes that the library counts, is measured.
 2. Near this point the changes add up: each layer takes the k and rank at which the price of a byte
    is the same for all (`allocate`). A layer may end dense.
-3. All k are scaled until as many bytes are read as with uniform; the full step, half of it, and
-   the step without the ranks are measured. The best is the next point, if it is an improvement.
-4. At this point other local windows are tried at equal bytes.
+3. All k are scaled until as many bytes are read as with uniform. The full step, half of it, or the
+   full step with dense layers is the next point, if it is an improvement.
 
-In 3 and 4 all contexts decide, so that a step which only suits those it was found on is not taken.
-The first round is done without and with the mean of V, unless uniform is clearly better with one of
-them; the better one goes on. The best point is the result, unless uniform or a ramp is better, or
-uniform may be as good: what the search gains on its own contexts has to be more than chance. From
-there it continues with `top_p`: k is then the most that a KV head may read, and p is one more
-shared setting.
+Then other local windows are tried at equal bytes, and at last `top_p`, where k is the most that a
+KV head may read.
+
+The last six contexts decide and take no part in this, since what a search gains on its own contexts
+is partly chance. In them the result has to be clearly better than uniform: the 95 % interval of the
+mean logarithm of its KL over uniform's lies below 0. Otherwise the result is uniform.
 
 There are no gradients, and no weights change. `meter.py` makes the contexts and measures. A search
-decodes all contexts about 120 times, and 12 times more for each layer: with 8 contexts of 8 tokens
-and 30 layers these are 31,000 tokens, beside 16,000 of prompts.
+decodes its contexts about 40 times, and 8 times more for each layer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from pyorch import native, paths
 from pyorch.attention import saved
-from pyorch.attention.bytes import split, uses_mean_v
-from pyorch.attention.spec import AttentionSpec, LayerK, join_layers
+from pyorch.attention.bytes import split
+from pyorch.attention.spec import AttentionSpec, LayerK
 from pyorch.calibrate.meter import Measured, Meter, contexts
 from pyorch.engine import Session
+from pyorch.errors import SparqError
 from pyorch.evals import stats
-from pyorch.evals.texts import read_texts
 from pyorch.models.content import content_hash
 from pyorch.progress import Progress, silent
 
-STEPS = (4.0, 2.0, 1.4)  # k of a layer is multiplied and divided by these; its rank by at most 2
-STEPS_P = (2.0, 1.4)  # the steps with top_p
-FIRST_P = 0.99
-LOCAL = (None, 4, 16)  # windows tried; None: a quarter of k
+STEPS = (3.0, 1.5)  # k of a layer is multiplied and divided by these; its rank by at most 2
+LOCAL = (4, 16)  # windows tried beside a quarter of k
+TOP_P = (0.9, 0.97, 0.99, 0.997)
 N_GRID = 61  # values of k between the two that were measured
 LEAST_K = 8  # the fewest positions of a layer
 MAX_SHARE = 1.005  # the bytes that may be read, over those of uniform
-MAX_KL = 0.99  # another shared setting is taken below this share of the present KL
-
-OTHER_MEAN_V = "uniform, other mean_v"
+FEWEST = stats.FEWEST + 2  # contexts: those that decide, and a pair to search in
+FORMAT = 2  # of the measurements in the cache folder
 
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
@@ -78,36 +72,6 @@ class Point:
         ks = tuple(LayerK(float(f"{100 * min(k, 1):.4g}") / 100, True) for k in self.k)
         return replace(self.base, k_layers=ks, rank_layers=tuple(map(int, self.rank)))
 
-    def scaled(self, factor: float, least: float) -> Point:
-        """The point with all k below 1 multiplied by `factor`."""
-        k = np.where(self.k < 1, np.clip(self.k * factor, least, 0.999), 1)
-        return replace(self, k=k)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    name: str
-    spec: AttentionSpec
-    found: Measured
-
-    @property
-    def kl(self) -> float:
-        return float(self.found.kl.mean())
-
-    @property
-    def share(self) -> float:
-        return float(self.found.share.mean())
-
-    @property
-    def record(self) -> saved.Candidate:
-        return {
-            "name": self.name,
-            "spec": str(self.spec),
-            "kl": self.kl,
-            "kl_contexts": self.found.kl.tolist(),
-            "share": self.share,
-        }
-
 
 def allocate(kl: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
     """Choose one option per layer: the least sum of KL at a sum of costs of at most `budget`.
@@ -126,109 +90,81 @@ def allocate(kl: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
 
 @dataclass
 class Search:
-    """A search at the bytes of `share`. Contexts come in pairs: prose, and a repeated passage."""
+    """A search at the bytes of `share` in the contexts `which`, which are `n_pos` tokens long."""
 
     meter: Meter
-    n_contexts: int
+    which: Sequence[int]
     n_pos: int
     head_dim: int
     share: float
-    progress: Progress = silent
 
-    def measure(
-        self, points: Sequence[Point], which: Sequence[int] = ()
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """KL and bytes of each point in the contexts `which`, by default in all."""
-        which = which or range(self.n_contexts)
-        found = self.meter.measure([p.spec for p in points], which, self.progress)
-        return np.array([m.kl.mean() for m in found]), np.array([m.share.mean() for m in found])
+    def measure(self, points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
+        """KL and bytes of each point."""
+        found = [self.meter.measure(p.spec, self.which) for p in points]
+        return np.array([m.kl.mean() for m in found]), np.array([m.share for m in found])
 
-    def best(self, points: Sequence[Point]) -> tuple[Point, float]:
-        """The point of least KL within the bytes allowed, with its KL; the first one if none is."""
+    def best(self, points: Sequence[Point]) -> Point:
+        """The point of least KL within the bytes allowed; the first one if none is."""
         kl, share = self.measure(points)
-        i = int(np.argmin(np.where(share <= MAX_SHARE * self.share, kl, np.inf)))
-        return points[i], float(kl[i])
+        return points[int(np.argmin(np.where(share <= MAX_SHARE * self.share, kl, np.inf)))]
 
     def to_share(self, p: Point) -> Point:
-        """Scale all k so that `share` is read, as closely as a few measurements allow."""
-        # without top_p the bytes do not depend on the text
-        which = range(self.n_contexts if p.base.top_p else 1)
-        at = np.where(p.k < 1, p.k, 0)[self.meter.layers].sum() / len(self.meter.layers)
+        """Scale all k below 1 so that `share` is read, as closely as a few measurements allow."""
+
+        def scaled(x: float) -> Point:
+            return replace(p, k=np.where(p.k < 1, np.clip(p.k * x, LEAST_K / self.n_pos, 0.999), 1))
+
+        rows = np.where(p.k < 1, p.k, 0)[self.meter.layers].mean()
         x, tried = 1.0, []
-        for _ in range(5 if at else 0):
-            (m,) = self.meter.measure(
-                [p.scaled(x, LEAST_K / self.n_pos).spec], which, self.progress
-            )
-            tried.append((x, float(m.share.mean())))
-            missing = self.share - tried[-1][1]
+        for _ in range(6 if rows else 0):
+            missing = self.share - float(self.measure([scaled(x)])[1][0])
+            tried.append((-missing > (MAX_SHARE - 1) * self.share, abs(missing), x))
             if abs(missing) < 0.002 * self.share:
                 break
-            (x0, y0), (x1, y1) = tried[-2:] if len(tried) > 1 else [(0.0, tried[0][1] - at)] + tried
-            slope = (y1 - y0) / (x1 - x0) if (y1 - y0) * (x1 - x0) > 0 else at
-            x = float(np.clip(x + missing / slope, x / 4, x * 4))
-        if tried:
-            x = min(tried, key=lambda t: (t[1] > MAX_SHARE * self.share, abs(t[1] - self.share)))[0]
-        return p.scaled(x, LEAST_K / self.n_pos)
+            x = float(np.clip(x + missing / rows, x / 4, x * 4))
+        return scaled(min(tried)[2]) if tried else p
 
-    def round(self, p: Point, step: float, half: int) -> Point:
-        """Steps 1 to 4 of the module's text; `half` (0 or 1) of the contexts proposes the step."""
-        cut = self.n_contexts // 4 * 2  # neighbours are decoded together
-        which = range(cut, self.n_contexts) if half or not cut else range(cut)
-        full = self._step(p, step, which)
-        between = np.where(full.k < 1, np.minimum(np.sqrt(p.k * full.k), 0.999), 1)
-        points = [full, replace(full, k=between), replace(full, rank=p.rank)]
-        if (full.k > 0.5).any():  # a dense layer needs no scores: a leap that small steps miss
-            points.append(replace(full, k=np.where(full.k > 0.5, 1, full.k)))
-        p, kl = self.best([p, *map(self.to_share, points)])
-        b = p.base
-        bases = [replace(b, local=x) for x in LOCAL if x != b.local]
-        if b.top_p:
-            bases += [replace(b, top_p=1 - (1 - b.top_p) * x) for x in (1 / 3, 3)]
-        other, least = self.best([p, *(self.to_share(replace(p, base=x)) for x in bases)])
-        return other if least < MAX_KL * kl else p
-
-    def _step(self, p: Point, step: float, which: Sequence[int]) -> Point:
-        """Steps 1 and 2."""
-        layers, turn = self.meter.layers, min(step, 2)
+    def round(self, p: Point, number: int, progress: Progress = silent) -> Point:
+        """Steps 1 to 3 of the module's text. progress: called with (layers done, of all rounds)."""
+        layers, step = self.meter.layers, STEPS[number]
+        turn = min(step, 2)
         ks = np.array([p.k / step, p.k, np.minimum(p.k * step, 1)])
         ranks = np.array([np.minimum(p.rank - 1, p.rank / turn), p.rank,
                           np.maximum(p.rank + 1, p.rank * turn)])  # fmt: skip
         ranks = np.clip(np.round(ranks), 1, self.head_dim).astype(int)
-        points = [p]
-        for il in layers:
-            me = np.arange(len(p.k)) == il
-            points += [replace(p, k=np.where(me, ks[i], p.k)) for i in (0, 2)]
-            points += [replace(p, rank=np.where(me, ranks[i], p.rank)) for i in (0, 2)]
-        kl, share = self.measure(points, which)
-        left = self.share - share[0]
-        # (n_layer, k or rank, less or more)
-        kl, share = ((x[1:] - x[0]).reshape(-1, 2, 2) for x in (kl, share))
-        # per layer: N_GRID values of k, each with three ranks
+        (kl_here,), (share_here,) = self.measure([p])
         grid = np.geomspace(ks[0], ks[2], N_GRID)
-        kls: list[np.ndarray] = []
+        kls: list[np.ndarray] = []  # per layer: each of three ranks with each k of the grid
         costs: list[np.ndarray] = []
-        for i, il in enumerate(layers):
-            for out, x, scale in ((kls, kl, np.log), (costs, share, np.asarray)):
-                of_k = np.interp(scale(grid[:, il]), scale(ks[:, il]), np.insert(x[i, 0], 1, 0))
-                out.append(np.add.outer(np.insert(x[i, 1], 1, 0), of_k).ravel())
-        choice = allocate(np.array(kls), np.array(costs), left)
+        for n, il in enumerate(layers):
+            me = np.arange(len(p.k)) == il
+            changed = [replace(p, k=np.where(me, ks[i], p.k)) for i in (0, 2)]
+            changed += [replace(p, rank=np.where(me, ranks[i], p.rank)) for i in (0, 2)]
+            kl, share = self.measure(changed)
+            for out, d, scale in ((kls, kl - kl_here, np.log), (costs, share - share_here, np.abs)):
+                of_k = np.interp(scale(grid[:, il]), scale(ks[:, il]), [d[0], 0, d[1]])
+                out.append(np.add.outer([d[2], 0, d[3]], of_k).ravel())
+            progress(number * len(layers) + n + 1, len(STEPS) * len(layers))
+        choice = allocate(np.array(kls), np.array(costs), self.share - share_here)
         k, rank = p.k.copy(), p.rank.copy()
-        for il, j in zip(layers, choice, strict=True):
-            k[il] = grid[j % N_GRID, il]
-            rank[il] = ranks[j // N_GRID, il]
-        return replace(p, k=k, rank=rank)
+        k[layers] = grid[choice % N_GRID, layers]
+        rank[layers] = ranks[choice // N_GRID, layers]
+        half = np.where(k < 1, np.minimum(np.sqrt(p.k * k), 0.999), 1)
+        full = replace(p, k=k, rank=rank)
+        leap = np.where(k > 0.5, 1, k)  # a dense layer needs no scores: small steps miss that
+        others = [replace(full, k=x) for x in (k, half, leap)]
+        return self.best([p, *map(self.to_share, others)])
 
 
-# ---- the whole search ----
-
-
-def joined(sources: Sequence[Path]) -> str:
-    """The texts of files and folders as one, for `run`, with an empty line after each.
-
-    Raises:
-        SparqError: there is no such file, or no text in it.
-    """
-    return "".join(f"{t}\n\n" for t in read_texts(sources))
+def check_contexts(n: int) -> None:
+    """Raise SparqError unless so many contexts can search and decide."""
+    if n < FEWEST or n % 2:
+        raise SparqError(
+            f"{n} contexts are {'too few' if n < FEWEST else 'odd'}: {stats.FEWEST} decide, the "
+            "others search, and half of them repeat themselves",
+            f"{FEWEST}, {FEWEST + 2} or another even number",
+            exit_code=2,
+        )
 
 
 def run(
@@ -238,9 +174,8 @@ def run(
     ratio: float,
     shadow: str = "q4",
     n_pos: int = 2048,
-    n_contexts: int = 8,
+    n_contexts: int = 10,
     n_tokens: int = 64,
-    seed: int = 1,
     bar: Bar,
 ) -> saved.Result:
     """Search for one ratio; `saved.save` keeps the result. An interrupted search can be resumed.
@@ -248,171 +183,98 @@ def run(
     Args:
         n_pos: positions that the last decoded token sees.
         session: with `n_contexts` sequences or more, each of `n_pos` positions.
-        n_contexts: an even number, preferably a multiple of 4.
+        n_contexts: an even number, at least `FEWEST`; the last `stats.FEWEST` decide.
 
     Raises:
-        SparqError: the text is too short, or no layer can be sparse.
+        SparqError: too few contexts, the text is too short, or no layer can be sparse.
     """
-    base = AttentionSpec("sparq", ratio=ratio, shadow=shadow, min_ctx=0, min_k=1)
-    about: saved.About = {
-        "ratio": ratio,
+    check_contexts(n_contexts)
+    about = {
         "shadow": shadow,
         "n_pos": n_pos,
         "n_contexts": n_contexts,
         "n_tokens": n_tokens,
-        "seed": seed,
         "types": [t.name for t in session.types],
         "text": hashlib.sha256(text.encode()).hexdigest()[:16],
         "library": native.lib_dir().name,
     }
-    model = content_hash(session.model.file)
-    key = hashlib.sha256(repr((model, {**about, "ratio": 0})).encode()).hexdigest()[:16]
+    of = repr((FORMAT, content_hash(session.model.file), about))
+    key = hashlib.sha256(of.encode()).hexdigest()[:16]
     file = paths.cache() / "calibrated" / f"{key}.jsonl"
-    meter = Meter(session, contexts(session, text, n_contexts, n_pos, n_tokens, seed), file)
+    with bar("reading the contexts") as progress:
+        parts = contexts(session, text, n_contexts, n_pos, n_tokens)
+        meter = Meter(session, parts, file, progress)
+    base = AttentionSpec("sparq", ratio=ratio, shadow=shadow, min_ctx=0, min_k=1)
     with bar("calibrating") as progress:
-        best, best_p, candidates = _compared(session, meter, base, n_pos, n_contexts, progress)
+        points = _points(meter, base, n_pos, progress)
+    deciding = range(n_contexts - stats.FEWEST, n_contexts)
+    found = {name: meter.measure(spec, deciding) for name, spec in points.items()}
+    best = chosen({n: m for n, m in found.items() if n != "top-p"})
+    best_p = chosen({n: m for n, m in found.items() if n in ("uniform", best, "top-p")})
     return {
-        **about,
+        **about,  # type: ignore[typeddict-item]
+        "ratio": ratio,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "layers": list(meter.layers),
-        "chosen": best.name,
-        "chosen_top_p": best_p.name,
-        "calibrated": _settings(best.spec, n_pos),
-        "top-p": _settings(best_p.spec, n_pos),
-        "candidates": [c.record for c in candidates],
+        "chosen": best,
+        "chosen_top_p": best_p,
+        "calibrated": _settings(points[best], n_pos),
+        "top-p": _settings(points[best_p], n_pos),
+        "candidates": [
+            {
+                "name": name,
+                "spec": str(points[name]),
+                "kl": float(m.kl.mean()),
+                "kl_contexts": m.kl.tolist(),
+                "share": m.share,
+            }
+            for name, m in found.items()
+        ],
     }
 
 
-class _Whole:
-    """The progress of a whole search, by the work of its meter.
-
-    How often `to_share` has to measure is not known beforehand, so each stage has an estimate of
-    its work, and ends there whatever it took.
-    """
-
-    def __init__(self, meter: Meter, n_layer: int, progress: Progress) -> None:
-        self.meter, self.n_layer, self.progress = meter, n_layer, progress
-        self.stage, self.begun = 0, 0.0
-        self.n_begin = 2  # the first rounds that begin at different points
-
-    def next(self) -> None:
-        """A stage ended."""
-        self.stage, self.begun = self.stage + 1, self.meter.work
-
-    def __call__(self, *_: int) -> None:
-        ends = np.cumsum(self._stages())
-        start = ends[self.stage - 1] if self.stage else 0
-        done = min(start + self.meter.work - self.begun, ends[self.stage])
-        self.progress(round(done), round(ends[-1]))
-
-    def _stages(self) -> list[float]:
-        """The work of each stage: of half of the contexts for each change of a layer, then of all,
-        more often with `top_p`, whose bytes are those of all contexts."""
-        full = len(self.meter.contexts) * self.meter.n_tokens
-        changes = 2 * (len(self.meter.layers) or self.n_layer)
-        out = [self.meter.reading + 4 * full]
-        out += [full * (changes + 15)] * (self.n_begin + len(STEPS) - 1)
-        return out + [full * (changes + 35)] * len(STEPS_P)
-
-
-def _compared(
-    session: Session,
-    meter: Meter,
-    base: AttentionSpec,
-    n_pos: int,
-    n_contexts: int,
-    progress: Progress,
-) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """Search at the bytes of `base`. Returns the best candidate without `top_p`, the best with or
-    without it, and all candidates."""
-    whole = _Whole(meter, session.geometry.n_layer, progress)
-    (m,) = meter.measure([base], range(n_contexts), whole)
-    head_dim = session.geometry.head_dim_k
-    search = Search(meter, n_contexts, n_pos, head_dim, float(m.share.mean()), whole)
-    points = {n: search.to_share(p) for n, p in _usual(session, base, n_pos, meter).items()}
-    whole.next()
-    begins = {n: points[n] for n in ("uniform", OTHER_MEAN_V)}
-    begins = {c.name: points[c.name] for c in near_best(_measured(meter, begins, n_contexts))}
-    whole.n_begin = len(begins)
-    firsts: dict[str, Point] = {}
-    for p in begins.values():
-        firsts |= _rounds(search, p, STEPS[:1], whole)
-    first = min(_measured(meter, firsts, n_contexts), key=lambda c: c.kl)
-    points |= firsts | _rounds(search, firsts[first.name], STEPS, whole, 1)
-    candidates = _measured(meter, points, n_contexts)
-    candidates[0] = replace(candidates[0], spec=base)  # the same up to rounding
-    best = _least(candidates)
-    p = points[best.name]
-    points = {"top-p": search.to_share(replace(p, base=replace(p.base, top_p=FIRST_P)))}
-    points |= _rounds(search, points["top-p"], STEPS_P, whole)
-    with_p = _measured(meter, points, n_contexts)
-    return best, _least([candidates[0], best, *with_p]), [*candidates, *with_p]
-
-
-def _usual(session: Session, base: AttentionSpec, n_pos: int, meter: Meter) -> dict[str, Point]:
-    """Uniform, also with the other `mean_v`, and ramps; their bytes are not yet equal."""
-    geo, sizes = session.geometry, [t.bytes_per_element for t in session.types]
+def _points(
+    meter: Meter, base: AttentionSpec, n_pos: int, progress: Progress
+) -> dict[str, AttentionSpec]:
+    """What decides between: uniform, the result of the search, and the same with `top_p`."""
+    which = range(len(meter.contexts) - stats.FEWEST)
+    share = meter.measure(base, which).share
+    geo, sizes = meter.session.geometry, [t.bytes_per_element for t in meter.session.types]
     row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
     s = split(base, n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
-    n, layers = geo.n_layer, meter.layers
-    names = ("on", "off") if uses_mean_v(base) else ("off", "on")
-    modes = [replace(base, mean_v=x) for x in names]
-    uniform, other = (Point(np.full(n, s.topk / n_pos), np.full(n, s.rank), x) for x in modes)
-    up, down = np.ones(n), np.ones(n)
-    up[layers] = 2 * (np.arange(len(layers)) + 1) / (len(layers) + 1)
-    down[layers] = up[layers][::-1]
-    ramp, ramp_down = (replace(uniform, k=uniform.k * x) for x in (up, down))
-    return {"uniform": uniform, OTHER_MEAN_V: other, "ramp": ramp, "ramp-down": ramp_down}
+    search = Search(meter, which, n_pos, geo.head_dim_k, share)
+    uniform = Point(np.full(geo.n_layer, s.topk / n_pos), np.full(geo.n_layer, s.rank), base)
+    without = replace(base, mean_v="off")
+    p = search.best([uniform, search.to_share(replace(uniform, base=without))])
+    for number in range(len(STEPS)):
+        p = search.round(p, number, progress)
+    others = [replace(p, base=replace(p.base, local=n)) for n in LOCAL]
+    p = search.best([p, *map(search.to_share, others)])
+    others = [replace(p, base=replace(p.base, top_p=x)) for x in TOP_P]
+    with_p = search.best([*map(search.to_share, others)])
+    return {"uniform": base, "layers": p.spec, "top-p": with_p.spec}
 
 
-def _rounds(
-    search: Search, p: Point, steps: Sequence[float], whole: _Whole, begin: int = 0
-) -> dict[str, Point]:
-    """The rounds from number `begin` on."""
-    out = {}
-    name = "top-p" if p.base.top_p else f"mean_v={p.base.mean_v}"
-    for i in range(begin, len(steps)):
-        p = search.round(p, steps[i], i % 2)
-        whole.next()
-        out[f"{name}, round {i + 1}"] = p
-    return out
+def chosen(found: dict[str, Measured]) -> str:
+    """The least KL among those that read no more than the first, uniform, and are clearly better;
+    uniform if there is none."""
+    first, *others = found
+    uniform = found[first]
 
+    def is_better(m: Measured) -> bool:
+        _, high = stats.mean(np.log(m.kl / uniform.kl))
+        return high < 0 and m.share <= 1.01 * uniform.share
 
-def _measured(meter: Meter, points: Mapping[str, Point], n_contexts: int) -> list[Candidate]:
-    specs = [p.spec for p in points.values()]
-    found = meter.measure(specs, range(n_contexts), lambda *_: None)
-    return [Candidate(*x) for x in zip(points, specs, found, strict=True)]
-
-
-def near_best(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidate of least KL, and those that may be as good: 0 is in the 95 % interval of their
-    difference to it, context by context."""
-    best = min(candidates, key=lambda c: c.kl)
-    worse = [c.found.kl - best.found.kl for c in candidates]
-    errors = [d.std(ddof=1) / np.sqrt(d.size) for d in worse]
-    near = [d.mean() <= stats.quantile(d.size) * e for d, e in zip(worse, errors, strict=True)]
-    return [c for c, taken in zip(candidates, near, strict=True) if taken]
-
-
-def _least(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate of least KL among those that read no more than the first, uniform, and are
-    clearly better; uniform if there is none."""
-    uniform = candidates[0]
-    fit = [c for c in candidates[1:] if c.share <= 1.01 * uniform.share]
-    better = [c for c in fit if near_best([uniform, c])[0] is c]
-    return min(better, key=lambda c: c.kl, default=uniform)
+    better = [name for name in others if is_better(found[name])]
+    return min(better, key=lambda name: float(found[name].kl.mean()), default=first)
 
 
 def _settings(spec: AttentionSpec, n_pos: int) -> saved.Found:
-    """The settings that replace a spec's own. min_k: the smallest k of the measurement."""
-    out: saved.Found = {"mean_v": spec.mean_v}
-    if spec.local is not None:
-        out["local"] = spec.local
+    """The settings that replace a spec's own, as text. min_k: the smallest k of the measurement."""
+    given = ("mean_v", "local", "top_p", "k_layers", "rank_layers")
+    out = {p.partition("=")[0]: p.partition("=")[2] for p in str(spec).split(",")}
+    out = {name: text for name, text in out.items() if name in given}
     if spec.k_layers:
-        least = min((k for k, _ in spec.k_layers if k < 1), default=1)
-        ranks = spec.rank_layers or ()
-        out["k_layers"], out["rank_layers"] = join_layers(spec.k_layers), join_layers(ranks)
-        out["min_k"] = min(max(int(least * n_pos), 1), AttentionSpec().min_k)
-    if spec.top_p is not None:
-        out["top_p"] = spec.top_p
+        least = min((k for k, _ in spec.k_layers if k < 1), default=1.0)
+        out["min_k"] = str(min(max(int(least * n_pos), 1), AttentionSpec.min_k))
     return out

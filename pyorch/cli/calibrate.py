@@ -13,18 +13,17 @@ from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
-from pyorch.cli.loading import model_path, open_session, prepare, session_options
+from pyorch.cli.loading import model_path, open_session
 from pyorch.cli.terminal import note
 from pyorch.cli.types import File, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
+from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 WIDTH = 40  # characters of the widest bar
-SIZES = ((30e6, 8, 64), (2e9, 8, 8), (float("inf"), 4, 16))  # bytes of a model: contexts, tokens
-
-
-N_CTX = 2048  # the default
+N_CTX = 768  # the default: ten parts of the bundled texts
+SIZES = ((30e6, 10, 64), (2e9, 10, 16), (float("inf"), 8, 32))  # bytes of a model: contexts, tokens
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,18 @@ class SearchOptions:
         help="Type of the transposed K.  [default: q4]",
     )
     text: str | None = option(
-        "--text", type=File(), metavar="FILE|DIR", help="Text to decode.  [default: a bundled one]"
+        "--text", type=File(), metavar="FILE|DIR", help="Text to decode.  [default: bundled ones]"
     )
     contexts: int | None = option(
         "--contexts",
-        type=Number(int, 2, MAX_SEQUENCES),
-        help="Contexts to decode in.  [default: 8; 4 for a model of 2 GB and more]",
+        type=Number(int, 1, MAX_SEQUENCES),
+        help="Parts of the text to decode in; six of them decide, the others search."
+        "  [default: 10; 8 for a model of 2 GB and more]",
     )
     tokens: int | None = option(
         "--tokens",
         type=Number(int, 1, 10_000),
-        help="Tokens per context.  [default: 64 below 30 MB, 8 below 2 GB, else 16]",
+        help="Tokens per context.  [default: 64 below 30 MB, 16 below 2 GB, else 32]",
     )
 
 
@@ -86,37 +86,37 @@ def command(
         raise SparqError(
             "ratio 1 is dense attention, which has no k and no rank", "--ratio 1/8", exit_code=2
         )
-    if wanted.contexts and wanted.contexts % 2:
-        raise SparqError(
-            f"--contexts {wanted.contexts} is odd: half are prose, half repeat themselves",
-            f"--contexts {wanted.contexts - 1} or {wanted.contexts + 1}",
-            exit_code=2,
-        )
-    if show:
-        path = model_path(model.model, model.yes)
-    else:
-        from pyorch.calibrate import search
-
-        source = Path(wanted.text or paths.data("models") / "demo" / "document.txt")
-        text, n_pos = search.joined([source]), context.ctx or N_CTX
-        context, load = replace(context, ctx=n_pos), opt.LoadOptions()
-        file, _ = prepare(model.model, model.yes, session_options(None, context, load))
-        path, (n_contexts, n_tokens) = file.path, sizes(file.n_bytes)
-        named = replace(model, model=str(path))
-        n_contexts, n_tokens = wanted.contexts or n_contexts, wanted.tokens or n_tokens
-        with open_session(named, None, context, load, n_contexts) as session:
-            result = search.run(
-                session,
-                text,
-                ratio=wanted.ratio,
-                shadow=wanted.shadow,
-                n_pos=n_pos,
-                n_contexts=n_contexts,
-                n_tokens=n_tokens,
-                bar=partial(progress_bar, off_terminal=say),
-            )
-        note(f"kept in {saved.save(path, result)}", "dim")
+    path = model_path(model.model, model.yes)
+    if not show:
+        note(f"kept in {saved.save(path, _search(path, model, context, wanted))}", "dim")
     _print(saved.find(path, wanted.ratio, wanted.shadow))
+
+
+def _search(
+    path: Path, model: opt.ModelOptions, context: SearchContext, wanted: SearchOptions
+) -> saved.Result:
+    from pyorch.calibrate import search
+    from pyorch.evals.texts import read_texts
+
+    n_contexts, n_tokens = sizes(read_gguf(path).n_bytes)
+    n_contexts, n_tokens = wanted.contexts or n_contexts, wanted.tokens or n_tokens
+    search.check_contexts(n_contexts)
+    demo = paths.data("models") / "demo"
+    bundled = [demo / "document.txt", demo / "story.txt"]
+    text = "\n\n".join(read_texts([Path(wanted.text)] if wanted.text else bundled))
+    context = replace(context, ctx=context.ctx or N_CTX)
+    named = replace(model, model=str(path))
+    with open_session(named, None, context, opt.LoadOptions(), n_contexts) as session:
+        return search.run(
+            session,
+            text,
+            ratio=wanted.ratio,
+            shadow=wanted.shadow,
+            n_pos=context.ctx or N_CTX,
+            n_contexts=n_contexts,
+            n_tokens=n_tokens,
+            bar=partial(progress_bar, off_terminal=say),
+        )
 
 
 def sizes(n_bytes: int) -> tuple[int, int]:
@@ -148,5 +148,5 @@ def _print(result: saved.Result) -> None:
         print(
             f"  {c['name']:<22}{c['kl']:>12.5f}{100 * c['share']:>8.2f} %{mark.get(c['name'], '')}"
         )
-    n = result["n_contexts"] * result["n_tokens"]
+    n = len(result["candidates"][0]["kl_contexts"]) * result["n_tokens"]
     print(f"\n  nats, mean over {n} decoded tokens")

@@ -20,7 +20,7 @@ from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import chat_documents, streams
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import LEFT_FREE, Chat
-from pyorch.cli.loading import open_session, shown
+from pyorch.cli.loading import model_title, open_session
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
@@ -82,12 +82,12 @@ def command(
     tokens: int | None,
     resume: str | None,
     no_keep: bool,
-    documents: tuple[str, ...],
+    document_names: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
-    chosen: TemplateOptions,
+    templates: TemplateOptions,
     as_json: bool,
 ) -> None:
     """Talk to a model, with its own chat template.
@@ -99,16 +99,16 @@ def command(
     streams.stdin()  # what is wrong is refused before a model is loaded
     chat_documents.limit()
     spec = attention.spec()
-    if resume and documents:
+    if resume and document_names:
         raise SparqError("--resume cannot be combined with --document", "give one of them", 2)
     messages = _resume(resume) if resume else []
-    chosen_documents = chat_documents.load_all(documents, system)
+    documents = chat_documents.load_all(document_names, system)
     saved = chat_documents.saved_beside(resume) if resume else []
     if system:  # it replaces the system message of a resumed conversation
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
-    with open_session(model, spec, context, load, documents=chosen_documents or saved) as session:
-        template = chosen.template(session)
+    with open_session(model, spec, context, load, documents=documents or saved) as session:
+        template = templates.template(session)
         template.stop += sampling.stop
         if not template.builtin:
             note("note: this model has no chat template; a plain transcript is used", "yellow")
@@ -121,20 +121,23 @@ def command(
             as_json,
             sys.stdin.isatty(),
             messages,
-            documents=chosen_documents,
+            documents=documents,
             keeps=not no_keep,
         )
         for document in saved:
             chat_documents.go_on(chat, document)
-        if chosen_documents:
-            chat_documents.open_in(chat, chosen_documents[0])
+        if documents:
+            chat_documents.open_in(chat, documents[0])
         note_system(template, chat.messages)
         _loop(chat)
 
 
 def _loop(chat: Chat) -> None:
     if chat.interactive:
-        note(f"{shown(chat.session.path)}, attention {chat.spec}. /help lists the commands", "dim")
+        note(
+            f"{model_title(chat.session.path)}, attention {chat.spec}. /help lists the commands",
+            "dim",
+        )
         if n := sum(m["role"] != "system" for m in chat.messages):
             note(f"{n} messages of an earlier conversation", "dim")
     say_once = cache(say)  # once, not for each line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,6 @@ from pyorch import paths
 from pyorch.cli.conversation import LEFT_FREE, Chat
 from pyorch.cli.loading import open_document
 from pyorch.cli.terminal import note
-from pyorch.cli.types import Size
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
 from pyorch.text_file import read_text
@@ -143,10 +143,11 @@ def limit() -> int:
         SparqError: SPARQ_DOCUMENTS_LIMIT is not a size; more than somebody wanted would be kept.
     """
     size = os.environ.get("SPARQ_DOCUMENTS_LIMIT", "") or str(LIMIT)
-    try:
-        return 0 if size == "0" else Size().convert(size, None, None)
-    except SparqError as error:
-        raise SparqError(f"SPARQ_DOCUMENTS_LIMIT: {error.message}", error.hint, 2) from None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", size, re.IGNORECASE)
+    if match is None:
+        what = f"SPARQ_DOCUMENTS_LIMIT {size!r} is not a size"
+        raise SparqError(what, "512M or 2G; 0 keeps nothing", exit_code=2)
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def keep_first(

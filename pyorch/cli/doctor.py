@@ -87,11 +87,11 @@ def _toolchain() -> tuple[Facts, Facts]:
     """The tools that build the library, and the features that are off, with the reasons."""
     from pyorch.native import cmake, cuda, probe
 
-    facts: Facts = {"compiler": ""}
+    present = probe.find_compiler()
+    facts: Facts = {"compiler": present.version if present else ""}
     off: Facts = {}
     try:
         compiler = cmake.need_tools()
-        facts["compiler"] = compiler.version
         found = probe.probe(compiler, native=True)
         facts |= {"isa": list(found.isa), "flags": list(found.flags), "openmp": found.openmp}
         off |= found.off

@@ -174,7 +174,7 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
     types = "/".join(dict.fromkeys(t.name for t in p.types))
     print(f"attention {p.spec} at {p.n_pos} positions, {types} cache\n")
     _print_layers(p)
-    if p.spec.top_p:
+    if p.spec.top_p < 1:
         more = f", or up to {p.spec.cap:g} times as many" if p.spec.cap > 1 else ""
         print(f"  (top-p {p.spec.top_p:g}: a head reads fewer positions{more})")
     print(f"\n  attention, bytes per token  {_share(p.read, p.dense)}")

@@ -54,12 +54,12 @@ def command(
     prompt: str | None,
     file: str | None,
     tokens: int,
-    documents: tuple[str, ...],
+    document_names: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
     sampling: opt.SamplingOptions,
-    chosen: TemplateOptions,
+    templates: TemplateOptions,
     as_json: bool,
 ) -> None:
     """Continue a text.
@@ -73,19 +73,19 @@ def command(
     from pyorch.engine import document_file
 
     text, spec = _prompt(prompt, file), attention.spec()
-    if len(documents) > 1:
+    if len(document_names) > 1:
         raise SparqError("generate takes one --document", "leave out the others", 2)
-    begin = [document_file.named(name) for name in documents]
-    if not any(d.form == "chat" for d in begin):
-        chosen.check_unused("the text is used as it is")
-    with open_session(model, spec, context, load, documents=begin) as session:
-        words, ends = _after(session, begin[0], text, chosen) if begin else (text, [])
+    documents = [document_file.named(name) for name in document_names]
+    if not any(d.form == "chat" for d in documents):
+        templates.check_unused("the text is used as it is")
+    with open_session(model, spec, context, load, documents=documents) as session:
+        words, ends = _after(session, documents[0], text, templates) if documents else (text, [])
         settings = sampling.settings(0.0)
         _generate(session, words, spec, settings, tokens, [*ends, *sampling.stop], as_json=as_json)
 
 
 def _after(
-    session: Session, document: Document, text: str, chosen: TemplateOptions
+    session: Session, document: Document, text: str, templates: TemplateOptions
 ) -> tuple[list[int], list[str]]:
     """Open the document. Returns the tokens of it and of the text, and what ends the answer."""
     from pyorch import engine
@@ -94,7 +94,7 @@ def _after(
     if document.form != "chat":
         open_document(session, document)
         return session.tokens + inner(session.model, text, parse_special=True), []
-    template, reading = chosen.template(session), engine.reading_of(document)
+    template, reading = templates.template(session), engine.reading_of(document)
     open_document(session, document, template, reading.messages("a"))
     return template.tokens(reading.messages(text)), template.stop
 

@@ -105,7 +105,7 @@ def prepare(
     return file, settings
 
 
-def shown(path: Path) -> str:
+def model_title(path: Path) -> str:
     """A model's file for people: its name, after the title of the card that knows its content."""
     from pyorch.models.content import card_of
 
@@ -275,6 +275,6 @@ def open_session(
     if card and (ratio := first_ratio(card)):
         note(f"attention is exact; for {card} try --ratio {ratio}", "dim")
     with progress_bar("loading the model") as progress:
-        session = engine.load(file, progress=progress, **placement(load), **options)
+        session = engine.load(file, progress=progress, settings=settings, **placement(load))
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
     return session

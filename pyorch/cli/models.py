@@ -107,7 +107,12 @@ def show_command(name: str) -> None:
 
     Evidence is from papers, with their split of the ratio, unless it names docs/quality.md.
     """
-    c = _of_file(Path(name)) if Path(name).is_file() else cards.load(name)
+    from pyorch.models.content import card_of
+
+    c = card_of(Path(name)) if Path(name).is_file() else cards.load(name)
+    if c is None:
+        hint = f"sparq-cpp explain --model {name} shows what its header says"
+        raise SparqError(f"{name}: no card knows a file of this content", hint)
     kv = f"{human_bytes(c.kv_bytes)} per position, {human_bytes(c.kv_bytes * c.n_ctx)} at {c.n_ctx}"
     experts = f" in each of {c.n_expert} experts" if c.n_expert > 1 else ""
     gguf = f"hf:{c.gguf}:{c.quant}"
@@ -145,17 +150,6 @@ def show_command(name: str) -> None:
 def _known(file: cards.File) -> str:
     origin = f", {file.origin}" if file.origin else ""
     return f"{file.name} ({human_bytes(file.n_bytes)}, sha256 {file.sha256[:12]}..{origin})"
-
-
-def _of_file(path: Path) -> cards.Card:
-    """The card that knows the content of a file."""
-    from pyorch.models.content import card_of
-
-    card = card_of(path)
-    if card is None:
-        hint = f"sparq-cpp explain --model {path} shows what its header says"
-        raise SparqError(f"{path}: no card knows a file of this content", hint)
-    return card
 
 
 @command.command("rm")

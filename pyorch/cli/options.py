@@ -15,7 +15,7 @@ import click
 
 from pyorch.attention.spec import BUDGETS, AttentionSpec, parse_spec
 from pyorch.cli.groups import given_on_command_line, option, several, takes
-from pyorch.cli.log import show_log
+from pyorch.cli.terminal import show_log
 from pyorch.cli.types import (
     POSITIONS,
     POSITIVE,
@@ -366,7 +366,7 @@ json_option = click.option(
 
 document_option = click.option(
     "--document",
-    "documents",
+    "document_names",
     type=File(),
     multiple=True,
     metavar="FILE",

@@ -78,7 +78,7 @@ def command(
     threads: int | None,
     load: opt.LoadOptions,
     spec: str | None,
-    chosen: TemplateOptions,
+    templates: TemplateOptions,
     as_json: bool,
 ) -> None:
     """Read a text once and keep it: chat and generate --document FILE then begin at once.
@@ -94,7 +94,7 @@ def command(
     if plain and system:
         raise SparqError("--plain has no system message", "leave out --system", exit_code=2)
     if plain:
-        chosen.check_unused("--plain reads the text as it is")
+        templates.check_unused("--plain reads the text as it is")
     name, text = _joined(texts)
     path = Path(out) if out else paths.private(paths.documents()) / f"{name}.kv"
     check_target(path, force)
@@ -107,7 +107,7 @@ def command(
         engine.load_model(file, progress=progress, **placement(load)) as in_memory,
     ):
         reading = engine.Reading(name, text, "plain" if plain else "chat", system)
-        template = chosen.template(in_memory, engine.begun(path, reading))
+        template = templates.template(in_memory, engine.begun(path, reading))
         note_system(template, reading.messages(""))
         n = len(reading.tokens(in_memory, template))
         # the context that it will be opened in: some models rotate by another table in a long one

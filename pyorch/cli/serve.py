@@ -18,19 +18,18 @@ from pyorch import native, paths, system
 from pyorch.attention.bytes import layer_costs
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli import gpu, listen, served_documents, supervise
+from pyorch.cli import gpu, served_documents, supervise
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import (
+    model_title,
     note_if_weights_exceed,
     placement,
     prepare,
     session_options,
-    shown,
 )
-from pyorch.cli.log import shows_log
 from pyorch.cli.supervise import Child
-from pyorch.cli.terminal import note, note_if_beyond
+from pyorch.cli.terminal import note, note_if_beyond, shows_log
 from pyorch.cli.types import File, Number
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
@@ -136,7 +135,7 @@ class ServerOptions:
 def command(
     model: opt.ModelOptions,
     server: ServerOptions,
-    documents: tuple[str, ...],
+    document_names: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
     attention: opt.AttentionOptions,
@@ -154,8 +153,8 @@ def command(
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
     options = session_options(attention.spec(), context, load, server.parallel)
     options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
-    begin = [document_file.named(name) for name in documents]
-    with listen.reserved(server.host, server.port) as (address, port):
+    documents = [document_file.named(name) for name in document_names]
+    with supervise.reserved(server.host, server.port) as (address, port):
         if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
             if not server.insecure:
                 raise SparqError(
@@ -164,11 +163,11 @@ def command(
                     exit_code=2,
                 )
             note("note: whoever reaches this address can use it", "yellow")
-        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), begin)
+        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents)
     # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
     name = file.path.name if Path(model.model).exists() else model.model
     alias = printable(name).replace(",", "_")
-    _serve(Served(file, settings, alias, address, port, keys, load, begin), more)
+    _serve(Served(file, settings, alias, address, port, keys, load, documents), more)
 
 
 def _check_more(more: Sequence[str]) -> None:
@@ -258,7 +257,7 @@ class Account:
                 self.unused.add(document[1])
                 note(f"note: {document[1]}", "yellow")
 
-    def say(self, spec: AttentionSpec) -> None:
+    def report(self, spec: AttentionSpec) -> None:
         """Report it, if anything was asked. Without calls nobody knows, as with `-- -lv 0`."""
         if not self.tokens:
             return
@@ -304,7 +303,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
             n = settings.n_sequences
             slots = f" in each of {n} slots" if n > 1 else ""
-            note(f"{shown(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
+            note(f"{model_title(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             url = f"[{served.address}]" if ":" in served.address else served.address
             if served.documents:
                 n_read = served_documents.n_usable(served.documents, host, served.port, served.keys)
@@ -313,7 +312,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             child.wait_end()
     if child.was_killed:
         note(f"note: {PROGRAM} did not end in {supervise.GRACE_S:.0f} s, and was killed", "yellow")
-    account.say(spec)
+    account.report(spec)
     if served.documents and account.tokens:
         note(f"prompts that began with a document: {account.opened}", "dim")
 
@@ -326,11 +325,11 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
         return {}
     if not any(folder.glob("libggml-cuda*")):
         return {}
-    if (there := gpu.apart(gpu.free)) is None:
+    if (room := gpu.apart(gpu.free)) is None:
         return {}
     cache, layers = served.settings.cache(geo), layers_on_gpu(geo.n_layer, load.n_gpu_layers)
     weights = layer_weights(served.file, geo.n_layer, used=False)
-    free = there - sum(weights[il] for il in (*layers, geo.n_layer))
+    free = room - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
         return {}
     note(gpu.in_memory_text(cache, in_memory), "yellow")

@@ -91,7 +91,7 @@ class TemplateOptions:
             raise SparqError(f"{why}, so no chat template is used", options, exit_code=2)
 
 
-template_options = takes(chosen=TemplateOptions)
+template_options = takes(templates=TemplateOptions)
 
 
 def note_system(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,19 @@ import click
 from pyorch import system
 from pyorch.errors import SparqError
 from pyorch.text import human_bytes
+
+_LOG = logging.getLogger("pyorch.llama")  # llama.cpp's messages
+
+
+def show_log(verbose: bool) -> None:
+    """Show llama.cpp's messages from now on, or no longer: a process may run several commands."""
+    _LOG.setLevel(logging.INFO if verbose else logging.WARNING)
+    _LOG.handlers = [logging.StreamHandler() if verbose else logging.NullHandler()]
+
+
+def shows_log() -> bool:
+    """Whether --verbose was given."""
+    return _LOG.level == logging.INFO
 
 
 def note(text: str, style: str = "") -> None:

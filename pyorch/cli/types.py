@@ -25,7 +25,7 @@ Param = click.Parameter | None
 Context = click.Context | None
 
 
-def _shown(param: Param, otherwise: str = "value") -> str:
+def _name_of(param: Param, otherwise: str = "value") -> str:
     return max(param.opts, key=len) if param else otherwise
 
 
@@ -67,7 +67,7 @@ class Text(Whole):
 
     def convert(self, value: object, param: Param, ctx: Context) -> str:
         raw = str(value).encode("utf-8", errors="surrogateescape")
-        return decoded(raw, _shown(param, "the text"))
+        return decoded(raw, _name_of(param, "the text"))
 
 
 class Ratio(click.ParamType):
@@ -89,7 +89,7 @@ class Number(click.ParamType):
         self.name = "integer" if kind is int else "number"
 
     def convert(self, value: object, param: Param, ctx: Context) -> float:
-        option, what = _shown(param), "a whole number" if self.kind is int else "a number"
+        option, what = _name_of(param), "a whole number" if self.kind is int else "a number"
         try:
             number = self.kind(str(value))
         except ValueError:
@@ -119,19 +119,6 @@ SOME_POSITIONS = Number(int, 1, 10**9)
 POSITIVE = Number(float, 1e-9, 1e9)
 
 
-class Size(click.ParamType):
-    """Bytes: 512M, 2G or 1.5GiB, in binary units."""
-
-    name = "size"
-
-    def convert(self, value: object, param: Param, ctx: Context) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
-        n = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
-        if n < 1:
-            raise SparqError(f"{_shown(param)} {value!r} is not a size", "512M or 2G", exit_code=2)
-        return n
-
-
 class Name(click.ParamType):
     """One of a few names; for a wrong one the error suggests the nearest."""
 
@@ -142,7 +129,7 @@ class Name(click.ParamType):
 
     def convert(self, value: object, param: Param, ctx: Context) -> str:
         if value not in self.names:
-            raise nearest(_shown(param, "name"), str(value), self.names)
+            raise nearest(_name_of(param, "name"), str(value), self.names)
         return str(value)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
@@ -191,7 +178,7 @@ class Numbers(click.ParamType):
         return list(dict.fromkeys(n for part in parts for n in part))
 
     def _numbers(self, part: str, param: Param) -> list[int]:
-        option = _shown(param)
+        option = _name_of(param)
         match = self._part.fullmatch(part)
         if match is None:
             raise SparqError(

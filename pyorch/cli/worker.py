@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import click
 
 from pyorch import native, system
-from pyorch.cli import listen
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
-from pyorch.cli.log import shows_log
-from pyorch.cli.supervise import Child
-from pyorch.cli.terminal import note
+from pyorch.cli.supervise import Child, reserved
+from pyorch.cli.terminal import note, shows_log
 from pyorch.cli.types import THREADS, Number
 from pyorch.engine import machines, usable_cores
 from pyorch.errors import SparqError
@@ -61,12 +59,14 @@ def command(server: ListenOptions) -> None:
     port can use it.
     """
     _check(server)
-    with listen.reserved(server.host, server.port) as (address, _):
+    with reserved(server.host, server.port) as (address, _):
         folder = native.built(tools=(PROGRAM,))
     argv = [str(folder / system.program(PROGRAM)), "--host", address, "--port", str(server.port)]
     argv += ["--threads", str(server.threads or usable_cores())]
     argv += ["--cache"] * server.cache
-    with Child(argv, os.environ | native.waiting(), lambda line: None, shows_log()) as child:
+    env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}
+    env |= native.waiting()
+    with Child(argv, env, lambda line: None, shows_log()) as child:
         everywhere = address == "0.0.0.0"  # which Windows connects nobody to
         endpoint = f"{'127.0.0.1' if everywhere else server.host}:{server.port}"
         if child.wait_ready(lambda: machines.answers(endpoint), "starting"):

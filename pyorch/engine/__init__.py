@@ -45,6 +45,5 @@ from pyorch.engine.settings import (
     usable_cores,
 )
 from pyorch.engine.sparse import AttentionInfo
-from pyorch.engine.state import load_state, save_state
 from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
 from pyorch.ggml import NUMA

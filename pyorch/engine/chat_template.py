@@ -81,8 +81,8 @@ class ChatTemplate:
         source = _text_of(file) if file else own
         self.source = source or ""
         # what a conversation depends on beside its messages and the model
-        given = [self.source, json.dumps(self._variables, sort_keys=True)]
-        self.given = "\0".join(given) if file or variables else ""
+        parts = [self.source, json.dumps(self._variables, sort_keys=True)]
+        self.identity = "\0".join(parts) if file or variables else ""
         self.builtin = source is not None
         self.stop: list[str] = [] if self.builtin else ["\nUser:", "\nSystem:"]
         self._formatter = None if source is None else self._make(source)

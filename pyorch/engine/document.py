@@ -231,7 +231,7 @@ def kept_path(session: Session, reading: Reading, template: ChatTemplate | None 
         str(parse_spec(info(session).spec).of_prompt),
         reading.system,
         reading.text,
-        *([template.given] if template and template.given else []),
+        *([template.identity] if template and template.identity else []),
     ]
     digest = hashlib.sha256("\0".join(about).encode("utf-8", errors="replace"))
     return paths.kept_texts() / f"{digest.hexdigest()[:16]}{document_file.SUFFIX}"

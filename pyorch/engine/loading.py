@@ -12,7 +12,7 @@ from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
 from pyorch.engine.library import Call, library
 from pyorch.engine.model import Model, Session, Watcher
-from pyorch.engine.settings import SessionOptions, layers_away, settings_for
+from pyorch.engine.settings import SessionOptions, Settings, layers_away, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
@@ -45,6 +45,7 @@ def load(
     watch: Watcher | None = None,
     stock: bool = False,
     progress: Progress | None = None,
+    settings: Settings | None = None,
     **options: Unpack[LoadOptions],
 ) -> Session:
     """Load a model and make one session, which closes the model when it is closed.
@@ -53,6 +54,7 @@ def load(
         path: a GGUF model, or its header where that has been read.
         watch: as for `Model.session`.
         stock, progress: as for `load_model`.
+        settings: what `settings_for` has made of the session's options, which are left out then.
         options: those of `load_model` and of `SessionOptions`; errors in the latter are raised
             before the model is read.
 
@@ -64,7 +66,7 @@ def load(
     away = layers_away(place.get("workers", ()), place.get("n_gpu_layers"))
     of_session.setdefault("n_away", away)
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
-    settings = settings_for(file, **of_session)
+    settings = settings or settings_for(file, **of_session)
     place["repack"] = place.get("repack", True) and not settings.lacking
     model = load_model(file, stock=stock, progress=progress, **place)
     try:

@@ -200,10 +200,10 @@ def settings_for(
     spec = attention_for(attention, file.path, geo) if attention is not None else None
     n_batch = min(n_batch or batch_size(n_ctx), n_ctx)
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    here = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
+    share = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
     kv = n_sequences * cache_bytes(geo, n_ctx, *types, None if swa_full else n_batch)
     kv -= mapped_bytes(geo, min(n_mapped, n_ctx), *types)
-    left = check_memory(file, int(here * kv), int(here * n_sequences * shadow), here)
+    left = check_memory(file, int(share * kv), int(share * n_sequences * shadow), share)
     n_threads = min(n_threads or usable_cores(), MAX_THREADS)
     return Settings(
         n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, swa_full, left

@@ -21,7 +21,7 @@ from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.policies import STOCK_FA0, Method
 from pyorch.policies.base import Policy
-from pyorch.policies.watch import Watch
+from pyorch.policies.watch import PolicyWatch
 from pyorch.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Runner:
                 loaded = opened.enter_context(engine.load_model(model, n_gpu_layers=0))
                 self._measured = loaded.session(**dense) if recall else None
             if python:
-                watch = Watch(keep_queries=any(p.needs_prompt for p in python))
+                watch = PolicyWatch(keep_queries=any(p.needs_prompt for p in python))
                 self._watched = loaded.session(watch=watch, **dense)
             self._read_by: dict[engine.Session, AttentionSpec] = {}
             self._opened = opened.pop_all()

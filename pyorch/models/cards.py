@@ -19,13 +19,13 @@ the method.
 public sources name that repository together with its files; otherwise `sparq-cpp convert` makes a
 file from the original. `[package]` names a package of the Python index that carries the file, for
 machines that cannot reach the hub. `[[files]]` are files whose content is known: a download has to
-agree with them, and a file of any name is recognised by them (`of_file`).
+agree with them, and a file of any name is recognised by them (`content.card_of`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,22 +212,11 @@ def _table(path: Path) -> dict[str, Any]:
     return {k: v for k, v in other.items() if k not in ("gguf", "package", "files")} | card
 
 
-def of_file(n_bytes: int, hash_of: Callable[[], str]) -> Card | None:
-    """The card that knows a file of this size and content, whatever its name.
-
-    Args:
-        hash_of: returns 16 or more digits of the SHA-256 of its content. It is called only if a
-            known file has that size, because reading a large file takes seconds.
-    """
-    if not any(f.n_bytes == n_bytes for _, f in _known()):
-        return None
-    return of_hash(hash_of())
-
-
 def of_hash(digest: str) -> Card | None:
     """The card that knows a file by 16 or more digits of the SHA-256 of its content."""
-    return next((card for card, f in _known() if f.sha256[:16] == digest[:16]), None)
+    return next((card for card, f in known() if f.sha256[:16] == digest[:16]), None)
 
 
-def _known() -> Iterator[tuple[Card, File]]:
+def known() -> Iterator[tuple[Card, File]]:
+    """All files whose content is known, with the cards that know them."""
     return ((card, f) for card in map(load, names()) for f in card.known_files)

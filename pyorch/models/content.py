@@ -44,27 +44,27 @@ def card_of(model: Path) -> Card | None:
     Raises:
         OSError: it cannot be read.
     """
-    return cards.of_file(model.stat().st_size, lambda: _remembered([model]))
+    n_bytes = model.stat().st_size
+    if all(f.n_bytes != n_bytes for _, f in cards.known()):
+        return None
+    return cards.of_hash(_remembered([model]))
 
 
 def _remembered(parts: Sequence[Path]) -> str:
     """The `file_hash` of large files, computed once."""
-    found = [part.stat() for part in parts]
-    if sum(f.st_size for f in found) < LARGE_BYTES:
+    about = [(str(part.resolve()), part.stat()) for part in parts]
+    if sum(stat.st_size for _, stat in about) < LARGE_BYTES:
         return file_hash(*parts)
-    named = zip(parts, found, strict=True)
-    files = [[str(part.resolve()), f.st_size, f.st_mtime_ns] for part, f in named]
+    files = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in about]
     store = paths.cache() / "model_hashes.jsonl"
     for line in store.read_text(errors="replace").splitlines() if store.is_file() else ():
-        try:
+        with suppress(ValueError, KeyError, TypeError):  # cut off, or an older one
             known = json.loads(line)
             if known["files"] == files:
                 return str(known["hash"])
-        except (ValueError, KeyError, TypeError):
-            continue  # a line that was cut off, or an older one
-    found_hash = file_hash(*parts)
+    digest = file_hash(*parts)
     with suppress(OSError):  # next time it takes as long
         store.parent.mkdir(parents=True, exist_ok=True)
         with store.open("a") as f:
-            f.write("\n" + json.dumps({"files": files, "hash": found_hash}) + "\n")
-    return found_hash
+            f.write("\n" + json.dumps({"files": files, "hash": digest}) + "\n")
+    return digest

@@ -21,8 +21,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pyorch import children, paths, system
@@ -56,7 +54,7 @@ def scripts() -> Path:
     folder = paths.cache() / "convert" / f"scripts-{where.key[:12]}"
     if not (folder / SCRIPT).is_file():
         source.fetch(pin, where)
-        with _lock():
+        with paths.locked(folder.parent, _waiting):
             if not (folder / SCRIPT).is_file():  # another process may have made it meanwhile
                 source.unpack(where, pin.folder, folder, only=_PARTS)
     return folder
@@ -90,7 +88,7 @@ def python(agree: Say) -> list[str]:
     digest = hashlib.sha256("\n".join([*needs, *options, tag]).encode()).hexdigest()[:12]
     folder = paths.cache() / "convert" / f"env-{digest}"
     if not (folder / "ready").is_file():
-        with _lock() as lock:
+        with paths.locked(folder.parent, _waiting) as lock:
             if not (folder / "ready").is_file():  # another process may have made it meanwhile
                 agree(_SIZE)
                 check_space(folder, _N_BYTES, "the converter's environment", _OWN)
@@ -145,11 +143,8 @@ def _run(argv: list[str], lock: int) -> None:
         )
 
 
-@contextmanager
-def _lock() -> Iterator[int]:
-    text = "waiting for another process that makes the converter's environment"
-    with paths.locked(paths.cache() / "convert", lambda _: say(text)) as lock:
-        yield lock
+def _waiting(process: str) -> None:
+    say(f"waiting for process {process}, which makes the converter's environment")
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pyorch.errors import SparqError
 from pyorch.models import layers
@@ -56,6 +57,7 @@ class Geometry:
         return dims or (self.head_dim_k, self.head_dim_v)
 
 
+@lru_cache(maxsize=1)
 def geometry(file: GGUFFile) -> Geometry:
     """The attention geometry of a model, from its metadata.
 
@@ -104,7 +106,7 @@ def geometry(file: GGUFFile) -> Geometry:
         is_mla=number("attention.key_length_mla", 0) > 0,
         n_params=sum(math.prod(t.shape) for t in file.tensors),
         weight_bytes=sum(t.n_bytes for t in file.tensors),
-        weight_bytes_per_token=_weight_bytes_per_token(file),
+        weight_bytes_per_token=sum(layer_weights(file, 0)),
         windows=layers.windows(arch, n_trunk, keys),
         head_dims_window=(
             number("attention.key_length_swa", head_dim_k),
@@ -191,10 +193,6 @@ def _n_recurrent(file: GGUFFile, n_head_kv: tuple[int, ...], listed: list[bool])
     found = {int(il) for il, what in blocks if il.isdecimal() and what.startswith(_RECURRENCES)}
     found |= {il for il, is_recurrent in enumerate(listed) if is_recurrent}
     return sum(il in found for il, n in enumerate(n_head_kv) if n == 0)
-
-
-def _weight_bytes_per_token(file: GGUFFile) -> int:
-    return sum(layer_weights(file, 0))
 
 
 def layer_weights(file: GGUFFile, n_layer: int, used: bool = True) -> list[int]:

@@ -56,7 +56,7 @@ class Tensor:
     n_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GGUFFile:
     """The header of one GGUF file (or of all parts of a split one)."""
 

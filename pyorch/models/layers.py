@@ -81,23 +81,13 @@ INTERVALS = {"minimax-01": 8, "qwen35": 4, "qwen35moe": 4, "qwen3next": 4, "qwen
 
 # Architectures without a layer that we can serve, and what the library says of them. The suite of
 # all architectures (make test-archs) compares the two. Latent attention is told by the file's keys.
-_OTHER_CACHE = "this architecture has no plain KV cache"
+_OTHER_CACHE = (
+    "deepseek32 deepseek4 dots3note dream glm-dsa glm5-next hy_v4 llada llada-moe mamba mamba2"
+    " minimax-m3 qwen4exp rnd1"
+)
 WHY_DENSE = {
-    "deepseek32": _OTHER_CACHE,
-    "deepseek4": _OTHER_CACHE,
-    "dots3note": _OTHER_CACHE,
-    "dream": _OTHER_CACHE,
-    "glm-dsa": _OTHER_CACHE,
-    "glm5-next": _OTHER_CACHE,
+    **dict.fromkeys(_OTHER_CACHE.split(), "this architecture has no plain KV cache"),
     "grok": "sparse attention lacks the scale of Grok's logits",
-    "hy_v4": _OTHER_CACHE,
-    "llada": _OTHER_CACHE,
-    "llada-moe": _OTHER_CACHE,
-    "mamba": _OTHER_CACHE,
-    "mamba2": _OTHER_CACHE,
-    "minimax-m3": _OTHER_CACHE,
-    "qwen4exp": _OTHER_CACHE,
-    "rnd1": _OTHER_CACHE,
     "t5": "attention with a learned bias",
 }
 

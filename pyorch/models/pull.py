@@ -24,6 +24,7 @@ from pyorch.progress import Progress, Say, progress_bar, silent
 from pyorch.text import human_bytes
 
 PREFERRED = "Q4_K_M"  # the preferred file if none is named
+BLOCK = 1 << 20  # bytes per update of a hash
 ANSWER_S = 10.0  # seconds that the hub has for its answer, before the cache alone is used
 
 _SPEC = re.compile(
@@ -388,7 +389,7 @@ def _check_sums(model: Model, progress: Progress) -> None:
     for path, sha256 in known:
         digest = hashlib.sha256()
         with path.open("rb") as data:
-            while block := data.read(wheel.BLOCK):
+            while block := data.read(BLOCK):
                 digest.update(block)
                 done += len(block)
                 progress(done, total)

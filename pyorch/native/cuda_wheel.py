@@ -1,8 +1,5 @@
 """Makes the wheel of the package `sparq-cpp-cuda`: `make wheel-cuda`.
 
-python -m pyorch.native.cuda_wheel dist        # for all of `ARCHS`
-python -m pyorch.native.cuda_wheel dist 90     # for one of them, in less time
-
 It adds to the wheel for Linux on x86-64 what a build with CUDA has more: the backend, and a libggml
 that is linked with it (`pyorch/native/carried_cuda.py` uses both). cuBLAS and the CUDA runtime come
 from NVIDIA's own packages.
@@ -16,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -54,19 +49,6 @@ packages = ["{module}"]
 [tool.hatch.build.targets.wheel.hooks.custom]
 path = "{hook}"
 """
-
-
-def main() -> None:
-    """Make it in the folder that the command line names, for the architectures that it names."""
-    into, *archs = sys.argv[1:]
-    for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"):  # they would make another wheel
-        os.environ.pop(name, None)
-    try:
-        print(make(paths.expanded(into).absolute(), tuple(archs) or ARCHS))
-    except metadata.PackageNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed\nhint: make wheel-cuda installs it")
-    except SparqError as error:
-        sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
 
 def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
@@ -183,7 +165,3 @@ def _host(zig: wheel.Zig, host: probe.Compiler, tree: Path) -> Path:
     program.write_text("\n".join([*lines, ""]), "utf-8")
     program.chmod(0o755)
     return program
-
-
-if __name__ == "__main__":
-    main()

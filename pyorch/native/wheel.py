@@ -1,8 +1,5 @@
 """Makes wheels that need no compiler where they are installed: `make wheels`.
 
-python -m pyorch.native.wheel dist               # all of `TARGETS`
-python -m pyorch.native.wheel dist linux-x86_64  # one
-
 A wheel is the package of Python and, in `pyorch/_built`, what a native build puts into the cache:
 the libraries, the tools and the bindings. Only the backend of the CPU is there many times, once for
 each set of instructions (llama.cpp's GGML_CPU_ALL_VARIANTS); `pyorch/native/carried.py` takes the
@@ -22,7 +19,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -141,20 +137,6 @@ TARGETS = {
 }
 # Zig knows the instruction sets of Arm by other names than the compilers for which cmake is made.
 _ARM = r"s/^-march=armv([0-9])\.?([0-9]*)-a/-mcpu=generic+v\1_\2a/; s/_a/a/; s/[+]fp16/+fullfp16/"
-
-
-def main() -> None:
-    """Make the wheels that the command line names; all of them if it names none."""
-    into, *names = sys.argv[1:]
-    for name in ("CFLAGS", "CXXFLAGS", "LDFLAGS"):  # they would make another wheel
-        os.environ.pop(name, None)
-    try:
-        for name in names or TARGETS:
-            print(make(name, paths.expanded(into).absolute()))
-    except metadata.PackageNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed\nhint: make wheels installs it")
-    except SparqError as error:
-        sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
 
 def make(name: str, into: Path) -> Path:
@@ -383,7 +365,3 @@ class Zig:
         done = children.run(full)
         if done.returncode:
             raise SparqError(f"{argv[-1]}: {children.reason(done)}", "another version of ziglang?")
-
-
-if __name__ == "__main__":
-    main()

@@ -35,7 +35,7 @@ from pyorch.policies.page_mean_std import PageMeanStd
 from pyorch.policies.quest import Quest
 from pyorch.policies.sparq_tau import SparQTau
 from pyorch.policies.streaming_llm import StreamingLLM
-from pyorch.policies.watch import SPEC, Counters, Watch
+from pyorch.policies.watch import SPEC, Counters, PolicyWatch
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -136,7 +136,7 @@ def open_session(
     Raises:
         SparqError: whatever `engine.load` raises.
     """
-    watch = Watch(keep_queries=keep_queries)
+    watch = PolicyWatch(keep_queries=keep_queries)
     session = engine.load(model, watch=watch, attention="off", **load)
     try:
         switch(session, method)
@@ -170,8 +170,8 @@ def counters(session: engine.Session) -> Counters:
     return _watch(session).counters
 
 
-def _watch(session: engine.Session) -> Watch:
-    if not isinstance(session.watch, Watch):
+def _watch(session: engine.Session) -> PolicyWatch:
+    if not isinstance(session.watch, PolicyWatch):
         raise SparqError("not a session of pyorch.policies.open_session")
     return session.watch
 
@@ -203,9 +203,8 @@ def counted_bytes(session: engine.Session) -> Bytes:
     c = watch.counters
     if not c.selections:
         raise SparqError(f"{watch.policy}: nothing was selected", "no token was decoded sparsely")
-    if info.counter("positions_read") != c.positions - c.no_room:
+    if (read := info.counter("positions_read")) != c.positions:
         raise SparqError(
-            f"{watch.policy}: chose {c.positions - c.no_room} positions, but the library read "
-            f"{info.counter('positions_read')}"
+            f"{watch.policy}: chose {c.positions} positions, but the library read {read}"
         )
     return Bytes(*per_token(asdict(c)))

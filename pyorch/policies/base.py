@@ -19,7 +19,7 @@ import numpy as np
 
 from pyorch.attention import line
 from pyorch.attention.bytes import mean_bytes
-from pyorch.attention.spec import MEAN_V
+from pyorch.attention.spec import DEFAULT_RATIO, MEAN_V
 from pyorch.errors import SparqError, nearest
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Policy:
         if self.k is not None and self.ratio is not None:
             raise self.error("ratio and k", "ratio gives k; choose one of them")
         if self.k is None and self.ratio is None:
-            object.__setattr__(self, "ratio", line.DEFAULT_RATIO)  # frozen for everyone else
+            object.__setattr__(self, "ratio", DEFAULT_RATIO)  # frozen for everyone else
         if self.k is not None and self.k < 1:
             raise self.error(f"k {self.k} is below 1")
         if self.ratio is not None:

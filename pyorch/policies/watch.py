@@ -1,11 +1,10 @@
 """Lets a method in Python decide what llama.cpp's real decoding reads.
 
-The library runs its `topk` method: SCORE (exact), SELECT, ATTEND for each layer. `Watch` is
+The library runs its `topk` method: SCORE (exact), SELECT, ATTEND for each layer. `PolicyWatch` is
 llama.cpp's evaluation callback: when SELECT is computed it asks the method, and overwrites SELECT's
 result, which ATTEND then reads, with the method's choice. Where a method's softmax runs over all
 positions, ATTEND's result is scaled by the share of what was read; where the mean of V stands for
-the rest, it is added. A selection has room for nearly all positions; numpy attends to the
-very few others.
+the rest, it is added.
 
 The sources of the nodes that attend in prefill give the queries of the prompt, for methods that
 need its attention.
@@ -43,12 +42,11 @@ class Counters:
     positions: int = 0
     bytes_read: float = 0.0
     bytes_dense: float = 0.0
-    no_room: int = 0  # positions among these that SELECT's result had no room for
 
 
 @dataclass(frozen=True)
 class _Attached:
-    """Facts about the session that a `Watch` is attached to."""
+    """Facts about the session that a `PolicyWatch` is attached to."""
 
     ours: int  # the number of the op SPARSE_ATTN
     flash_attn: int
@@ -65,8 +63,8 @@ class _Layer:
 
 
 @dataclass
-class Watch:
-    """The callback for `Model.session(watch=...)`. With `policy` None it looks at nothing.
+class PolicyWatch:
+    """The `engine.Watch` of methods in Python. With `policy` None it looks at nothing.
 
     keep_queries: capture the prompt even if the method does not need it, for later methods
     """
@@ -270,7 +268,8 @@ class Watch:
         """Write SELECT's result: n_sel, rest (-inf: not wanted), cells in ascending order, then -1.
 
         Raises:
-            SparqError: a position does not exist, or is not in ascending order.
+            SparqError: a position does not exist, or is not in ascending order; or there is no room
+                for so many.
         """
         n = positions.shape[1]
         if n < 1 or positions[:, 0].min() < 0 or positions[:, -1].max() >= step.n_pos:
@@ -278,9 +277,14 @@ class Watch:
         if (positions[:, 1:] <= positions[:, :-1]).any():
             raise SparqError(f"{self.policy}: chose a position twice, or not in order")
         rows, first = view(t)[0, 0], 1 + step.logits.shape[1]
-        room = rows.shape[1] - first
-        rows[:, 0] = min(n, room)
-        rows[:, first : first + n] = positions[:, :room]
+        if n > rows.shape[1] - first:
+            raise SparqError(
+                f"{self.policy}: reads {n} of {step.n_pos} positions, and the library's selection"
+                f" has room for {rows.shape[1] - first}",
+                "dense attention reads everything",
+            )
+        rows[:, 0] = n
+        rows[:, first : first + n] = positions
         rows[:, first + n :] = -1
 
     def _plan_result(
@@ -289,18 +293,9 @@ class Watch:
         """Plan the change of ATTEND's result, if there is one."""
         assert self.policy is not None
         changes: list[Callable[[Tensor, np.ndarray], None]] = []
-        missing = positions.shape[1] - (t.ne[0] - 1 - step.logits.shape[1])
-        if missing > 0 or not self.policy.renormalises:
-            if self.policy.renormalises:
-                weights = softmax(at(step.logits, positions))
-            else:
-                weights = at(softmax(step.logits), positions)
-            if missing > 0:
-                self.counters.no_room += missing * len(positions)
-                changes.append(lambda attend, out: _weigh(attend, out, weights, positions))
-            else:
-                kept = weights.sum(axis=2).reshape(-1, 1)
-                changes.append(lambda _, out: np.multiply(out, kept, out=out))
+        if not self.policy.renormalises:
+            kept = at(softmax(step.logits), positions).sum(axis=2).reshape(-1, 1)
+            changes.append(lambda _, out: np.multiply(out, kept, out=out))
         if alpha is not None:
             changes.append(lambda attend, out: self._interpolate(attend, out, alpha, step.n_pos))
         if changes:
@@ -330,15 +325,6 @@ class Watch:
         assert selection is not None
         for change in self._after.pop(ctypes.addressof(selection), ()):
             change(t, view(t)[0, 0, 0].reshape(-1, self.attached.d_v))
-
-
-def _weigh(t: Tensor, out: np.ndarray, weights: np.ndarray, positions: np.ndarray) -> None:
-    """out (n_head, d_v) = weights (n_head_kv, n_group_q, n) times V of positions (n_head_kv, n)."""
-    v = source_of(t, "v")
-    assert v is not None
-    stored, n_group_q = view(v)[0], weights.shape[1]
-    for h, (w, p) in enumerate(zip(weights, positions, strict=True)):
-        out[h * n_group_q : (h + 1) * n_group_q] = w @ floats(stored[p, h], v.type)
 
 
 def _f32(bits: int) -> float:

@@ -16,7 +16,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
 from pyorch.cli.explain import WholeContext
 from pyorch.cli.groups import takes
-from pyorch.cli.types import Files, Name, NumberOr, Size
+from pyorch.cli.types import Files, Name, NumberOr
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 from pyorch.evals import tasks
@@ -52,7 +52,7 @@ def test_every_name_of_a_file_may_begin_with_the_home_folder(
             if "TASK=" not in (param.metavar or ""):  # eval splits it first
                 value = param.type.convert("~/x", param, None)
                 assert value in ("/home/me/x", ["/home/me/x"]), f"{verb} {param.name}"
-    assert {"model", "text", "texts", "resume", "documents", "out", "output"} <= found
+    assert {"model", "text", "texts", "resume", "document_names", "out", "output"} <= found
     given = evaluate._data(("wikitext=~/x",), [tasks()["wikitext"]])
     assert given == {"wikitext": Path("/home/me/x")}
 
@@ -69,8 +69,6 @@ def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:
     ("command", "name", "value"),
     [
         ("generate", "--reverse-prompt", "End of text"),
-        ("generate", "--document", "/home/me/my notes.kv"),
-        ("eval run", "--text", "/books of mine"),
         ("eval run", "--data", "squad=/my data/dev.json"),
         ("bench", "--model", "/my models/a.gguf"),
     ],
@@ -127,21 +125,6 @@ def test_the_line_wins_over_variables(
         monkeypatch.setenv(*f"SPARQ_CHAT_{variable}".split("=", 1))
     result = CliRunner().invoke(command, line.split())
     assert wanted in (str(result.exception) if result.exception else result.stdout.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [("4096", 4096), ("2G", 2 << 30), ("1.5 GiB", 3 << 29), ("512mb", 512 << 20), ("8k", 8192)],
-)
-def test_a_size_is_in_binary_units(text: str, wanted: int) -> None:
-    assert Size().convert(text, None, None) == wanted
-
-
-@pytest.mark.parametrize("text", ["", "G", "-1", "0", "0.1", "2X", "1e9", "2 G G", "inf"])
-def test_what_is_not_a_size_is_refused(text: str) -> None:
-    with pytest.raises(SparqError, match="is not a size") as refused:
-        Size().convert(text, None, None)
-    assert refused.value.exit_code == 2
 
 
 def test_squad_may_take_as_many_paragraphs_as_fit() -> None:

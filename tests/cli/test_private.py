@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyorch import engine, paths
+from pyorch import paths
+from pyorch.cli import chat_documents
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -75,7 +76,7 @@ def test_records_of_a_text(run: Run, tiny: Path, tmp_path: Path, text: Path) -> 
     assert mode(tmp_path / "new") == 0o700
 
 
-@pytest.mark.parametrize("given", ["none", "-1", "0 GB", "1e3"])
+@pytest.mark.parametrize("given", ["none", "-1", "2X", "1e3", "inf"])
 def test_a_limit_that_is_none_keeps_nothing_by_mistake(
     run: Run, tiny_chat: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
@@ -84,8 +85,9 @@ def test_a_limit_that_is_none_keeps_nothing_by_mistake(
     assert done.code == 2 and "SPARQ_DOCUMENTS_LIMIT" in done.err and repr(given) in done.err
 
 
-def test_states(tiny: Path, tmp_path: Path) -> None:
-    with engine.load(tiny, n_threads=1, n_ctx=256) as s:
-        engine.prefill(s, [5, 6, 7])
-        engine.save_state(s, tmp_path / "state")
-    assert mode(tmp_path / "state") == 0o600
+@pytest.mark.parametrize(("text", "n_bytes"), [("4096", 4096), ("1.5 GiB", 3 << 29), ("0", 0)])
+def test_the_limit_is_in_binary_units(
+    monkeypatch: pytest.MonkeyPatch, text: str, n_bytes: int
+) -> None:
+    monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", text)
+    assert chat_documents.limit() == n_bytes

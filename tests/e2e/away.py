@@ -2,14 +2,15 @@
 
     python away.py MODEL JSON
 
-JSON: workers, spec, and tensor_split, n_gpu_layers, n_sequences, type_k, type_v, restore (a file
-for the state), document (a path for the prompt), n_decode, shift (take a part out of the context
-whenever it is full). Prints what the library says of attention, and a
-hash of the logits' bits.
+JSON: workers, spec, and tensor_split, n_gpu_layers, n_sequences, type_k, type_v, restore (the
+state is taken out and put back), document (a path for the prompt), n_decode, shift (take a part
+out of the context whenever it is full). Prints what the library says of attention, and a hash of
+the logits' bits.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import sys
@@ -52,9 +53,11 @@ def main() -> None:
             prompts = [rng.integers(3, s.n_vocab, N_PROMPT - 70 * i).tolist() for i in range(n_seq)]
             engine.prefill_each(s, prompts)
         if restore:
-            engine.save_state(s, restore)
+            tokens, state = s.tokens, (ctypes.c_uint8 * s.lib.llama_state_get_size(s.ctx))()
+            assert s.lib.llama_state_get_data(s.ctx, state, len(state)) == len(state)
             engine.rewind(s, 0)
-            engine.load_state(s, restore)
+            assert s.lib.llama_state_set_data(s.ctx, state, len(state)) == len(state)
+            s.tokens = tokens
         for i in range(n_decode):
             if shift and len(s.tokens) == N_SHIFT:
                 shifted(s)

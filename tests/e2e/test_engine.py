@@ -255,33 +255,6 @@ def test_rewind_reads_again_what_is_gone(tmp_path: Path) -> None:
             assert greedy(s, prompt[:n]) == wanted[n]
 
 
-@pytest.mark.parametrize("attention", ["off", SPARSE])
-def test_saved_state_goes_on_the_same(tiny: Path, tmp_path: Path, attention: str) -> None:
-    file = tmp_path / "state.bin"
-    with engine.load(tiny, n_threads=1, attention=attention) as s:
-        prompt = engine.tokenize(s, text_of(1300))
-        engine.prefill(s, prompt)
-        engine.save_state(s, file)
-        anew = greedy(s, prompt)  # the last token of the prompt again, exact
-        engine.load_state(s, file)
-        expected = greedy(s, prompt)  # of a restored text nothing is known: a decoded token
-        with pytest.raises(SparqError, match="none"):
-            engine.save_state(s, tmp_path / "none" / "state.bin")
-        if Path("/dev/full").exists():
-            with pytest.raises(SparqError, match="/dev/full"):
-                engine.save_state(s, "/dev/full")
-    with engine.load(tiny, n_threads=1, attention=attention) as s:
-        engine.load_state(s, file)
-        assert s.tokens == prompt
-        assert greedy(s, prompt) == expected
-        file.write_bytes(b"nonsense" * 40)
-        with pytest.raises(SparqError, match="state.bin"):
-            engine.load_state(s, file)
-        assert s.tokens == []
-        engine.prefill(s, prompt)
-        assert greedy(s, prompt) == anew  # still usable
-
-
 # ---- attention ----
 
 
@@ -426,7 +399,7 @@ def test_top_p_reads_less_within_its_cap(session: engine.Session) -> None:
 def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: str) -> None:
     """When it is loaded, by whatever call, or SparQ is turned on: no token seals it."""
     spec, got, n_pos = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", [], 20 * 64 + 10
-    for when in ("read", "turned on", "turned on again", "loaded", "a sequence loaded"):
+    for when in ("read", "turned on", "turned on again", "a sequence loaded"):
         first = "off" if when == "turned on" else spec
         with engine.load(tiny, n_ctx=2048, n_threads=2, attention=first) as s:
             if when == "turned on again":
@@ -436,10 +409,6 @@ def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: 
             if when.startswith("turned on"):
                 assert engine.info(s).counter("groups_sealed") == 0
                 engine.set_attention(s, spec)
-            elif when == "loaded":
-                engine.save_state(s, tmp_path / "state")
-                engine.reset_counters(s)
-                engine.load_state(s, tmp_path / "state")
             elif when == "a sequence loaded":  # as llama-server does with its slots
                 file = str(tmp_path / "sequence").encode()
                 tokens, n = (ctypes.c_int32 * 2048)(), ctypes.byref(ctypes.c_size_t())

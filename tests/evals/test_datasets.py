@@ -11,19 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hub_server import Hub
 from huggingface_hub import constants
 from parrot import Parrot
 
 from pyorch import engine, evals
-from pyorch.cli.eval import command
 from pyorch.errors import SparqError
 from pyorch.evals import data, qa, wikitext
 from pyorch.evals.decode import Decoder
 from pyorch.evals.example import Example
 from pyorch.evals.task import Setup
-from pyorch.models.pull import Spec
 
 CTX = 4096
 
@@ -330,44 +327,30 @@ def test_a_wrong_file_is_said_in_one_line(
     assert "\n" not in e.value.message and e.value.hint
 
 
-@pytest.mark.parametrize("name", ["squad", "triviaqa", "cnn_dailymail", "squality"])
-def test_no_answers_are_refused(session: engine.Session, tmp_path: Path, name: str) -> None:
-    if name in ("cnn_dailymail", "squality"):
-        pytest.importorskip("rouge_score")
-    rows = {
-        "squad": {
-            "id": "q",
-            "title": "T",
-            "context": "C",
-            "question": "Q?",
-            "answers": {"text": []},
-        },
-        "triviaqa": trivia(1) | {"answer": {"aliases": [" "]}},
-        "cnn_dailymail": {"id": "a", "article": "x" * 5000, "highlights": ""},
-        "squality": {
-            "document": "A cat.",
-            "questions": [{"question_text": "Q", "question_number": 1, "responses": []}],
-        },
-    }
-    file = lines(tmp_path / "rows.jsonl", [rows[name]])
-    with pytest.raises(SparqError, match="has no answers"):
-        first(name, session, file)
+SQUAD = {"id": "q", "title": "T", "context": "C", "question": "Q?", "answers": {"text": ["x"]}}
+STORY = {"document": "A cat.", "questions": [{"question_text": "Q", "question_number": 1}]}
 
 
 @pytest.mark.parametrize(
-    ("name", "row"),
+    ("name", "row", "message"),
     [
-        ("squad", {"id": "q", "title": "T", "context": "C", "question": "Q?", "answers": ["x"]}),
-        ("triviaqa", trivia(1) | {"answer": "Paris"}),
-        ("triviaqa", trivia(1) | {"search_results": ["x"]}),
+        ("squad", SQUAD | {"answers": {"text": []}}, "no answers"),
+        ("squad", SQUAD | {"answers": ["x"]}, "no 'text'"),
+        ("triviaqa", trivia(1) | {"answer": {"aliases": [" "]}}, "no answers"),
+        ("triviaqa", trivia(1) | {"answer": "Paris"}, "no 'aliases'"),
+        ("triviaqa", trivia(1) | {"search_results": ["x"]}, "no 'search_context'"),
+        ("cnn_dailymail", {"id": "a", "article": "x" * 5000, "highlights": ""}, "no answers"),
+        ("squality", STORY, "no 'responses'"),
     ],
 )
-def test_values_of_another_kind_are_refused(
-    session: engine.Session, tmp_path: Path, name: str, row: dict[str, Any]
+def test_rows_of_another_kind_are_refused(
+    session: engine.Session, tmp_path: Path, name: str, row: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SparqError, match="has no") as e:
+    if name in ("cnn_dailymail", "squality"):
+        pytest.importorskip("rouge_score")
+    with pytest.raises(SparqError, match=f"has {message}") as e:
         first(name, session, lines(tmp_path / "rows.jsonl", [row]))
-    assert e.value.hint.startswith("is this ")
+    assert e.value.hint
 
 
 def test_a_data_set_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,41 +361,22 @@ def test_a_data_set_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SparqError, match="none of plain_text/validation") as e:
         data.rows("squad", None)
     assert e.value.hint.startswith("--data FILE")
-    row = {"id": "q", "answers": {"text": ["x"]}}
-    content, parquet_here = b"no parquet", True
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        parquet.write_table(pa.Table.from_pylist([row]), sink := pa.BufferOutputStream())
-        content = sink.getvalue().to_pybytes()
-    except ModuleNotFoundError:
-        parquet_here = False
-    hub.files[name] = content
+    monkeypatch.setattr(data, "_read", lambda file: [{"content": file.read_bytes()}])
+    hub.files[name] = b"rows"
     for offline in (False, False, True):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        if parquet_here:
-            assert data.rows("squad", None) == [row]
-        else:
-            with pytest.raises(SparqError, match="needs the package pyarrow"):
-                data.rows("squad", None)
+        assert data.rows("squad", None) == [{"content": b"rows"}]
     assert hub.fetched() == [name.rpartition("/")[2]]
-    (file,) = Spec(hub.repo, kind="dataset").folder.rglob("snapshots/*/plain_text/*.parquet")
-    assert file.read_bytes() == content
     with pytest.raises(SparqError, match="is not in the cache") as e:
         data.rows("triviaqa", None)
     assert "--data FILE" in e.value.hint
 
 
-def test_the_list_promises_only_downloads_that_there_are() -> None:
-    said = CliRunner().invoke(command, ["--list"]).output.splitlines()
-    ends = {line.split()[0]: line.rpartition("  ")[2] for line in said}
-    for task in evals.tasks().values():
-        assert ("download" in ends[task.name]) == (task.data in data.HUB), task.name
-        assert ("--data" in ends[task.name]) == bool(task.data), task.name
-
-
-def test_what_is_no_parquet(tmp_path: Path) -> None:
-    (tmp_path / "x.parquet").write_bytes(b"no parquet")
+def test_parquet(tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    file.write_bytes(b"no parquet")
     with pytest.raises(SparqError, match="x.parquet"):
-        data.rows("squad", tmp_path / "x.parquet")
+        data.rows("squad", file)
+    parquet, pyarrow = (pytest.importorskip(x) for x in ("pyarrow.parquet", "pyarrow"))
+    parquet.write_table(pyarrow.Table.from_pylist([SQUAD]), file)
+    assert data.rows("squad", file) == [SQUAD]

@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from pyorch.bench import records as bench_records
 from pyorch.cli.eval import command
 from pyorch.cli.eval import run as eval_run
 from pyorch.errors import SparqError
-from pyorch.evals import run, series, table
+from pyorch.evals import series, table
 from pyorch.evals.decode import log_softmax
 from pyorch.evals.fidelity import divergence
 
@@ -237,46 +235,26 @@ def test_llama_cpp_s_other_attention_tells_what_rounding_does(
     assert "stock-fa0 has no settings" in result.exception.message
 
 
-def test_the_bar_counts_answers(run_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a run that continues another, and of prompts that are being read."""
-    seen: list[tuple[float, float, str]] = []
-
-    @contextmanager
-    def bar(label: str, **_: object) -> Iterator[Any]:
-        yield lambda *told: seen.append(told) if label == "eval" else None
-
-    monkeypatch.setattr("pyorch.cli.eval.progress_bar", bar)
-    args = ["repetition", "--questions", 2, "--ctx", 1024]
-    for n, methods, total in ((1, ["off"], 1), (2, ["off", "dense", SPARSE], 5)):
-        seen.clear()
-        result = run_eval(*args, "-n", n, *(x for m in methods for x in ("-a", m)))
-        assert result.exit_code == 0, result.output
-        counts = [done for done, of, _ in seen if of == total]
-        assert counts == sorted(counts) and counts[-1] == total
-        assert any("tokens read" in doing for _, _, doing in seen)
-
-
-def test_memory_is_placed_as_asked_once_per_process(
+def test_where_a_model_lies_is_part_of_a_setting(
     run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A method in Python has a session of its own, and not a model; without the option a setting
-    is as ever."""
+    """Without an option a setting is as ever. A method in Python takes no model of its own."""
     placed, load = [], engine.load_model
 
-    def noted(path: Path, *, numa: str, **options: Any) -> engine.Model:
-        placed.append(numa)
+    def noted(path: Path, **options: Any) -> engine.Model:
+        placed.append((options["numa"], options["kv_offload"]))
         return load(path, **options)
 
     monkeypatch.setattr(engine, "load_model", noted)
-    line = ("repetition", "-n", 1, "--ctx", 1024, "-a", "off", "-a", "h2o,ratio=1/4")
-    for option in ((), ("--numa", "isolate")):
-        done = run_eval(*line, *option)
+    line = ("needle", "-n", 1, "--ctx", 576, "-a", "off", "-a", "h2o,ratio=1/4")
+    for options in ((), ("--numa", "isolate", "--no-kv-offload")):
+        done = run_eval(*line, *options)
         assert done.exit_code == 0, done.output
-    assert placed == ["", "isolate"]
-    assert ", 1 thread, numa isolate, " in done.output
-    lines = (tmp_path / "out" / "repetition.jsonl").read_text().splitlines()
-    cases = [r["case"] for r in map(json.loads, lines) if "case" in r]
-    assert cases[1] == cases[0] | {"numa": "isolate"} and "numa" not in cases[0]
+    assert placed == [("", None), ("isolate", False)]
+    lines = (tmp_path / "out" / "needle.jsonl").read_text().splitlines()
+    usual, other = (r["case"] for r in map(json.loads, lines) if "case" in r)
+    assert other == usual | {"numa": "isolate", "kv_offload": False}
+    assert not {"numa", "kv_offload"} & usual.keys()
 
 
 def test_divergence_against_its_definition() -> None:
@@ -460,11 +438,6 @@ def test_a_method_that_counted_no_bytes_has_no_share() -> None:
     assert np.isnan([row.share_of_dense for row in table.rows(found)]).all()
 
 
-def test_where_k_and_v_lie_is_part_of_a_setting() -> None:
-    assert run._where({"kv_offload": False}) != run._where({"kv_offload": True})
-    assert run._where({"kv_offload": None}) == {}, "as the records from before the option"
-
-
 def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
     """None may take another's place: line and ratio together name a method."""
     exact = "min_ctx=0,min_k=1"
@@ -485,17 +458,6 @@ def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
     assert [table.line_of(m) for m in methods] == list(lines.values())
     for name in (table.label, lambda m: (table.line_of(m), table.ratio_of(m))):
         assert len({name(m) for m in methods}) == len(methods)
-
-
-def test_dense_on_the_examples_of_a_shorter_row_has_the_digits_of_its_task() -> None:
-    off = scored("off", [0.5] * 6 + [0.015] * 6, 0)
-    fewer = [scored(f"{m},ratio=1/8", [0.02] * 6) for m in ("h2o", "quest")]
-    fewer = [replace(s, numbers=np.arange(6, 12)) for s in fewer]
-    stock = scored("stock-fa0", [0.02] * 12)  # it reads everything, so it has no ratio
-    for s in (off, stock, *fewer):
-        s.case["task"] = "fidelity"
-    text = table.summary([off, stock, *fewer])
-    assert "(dense on the same 6: 0.015)" in text and "| `llama.cpp -fa 0` | 0.020 ±" in text
 
 
 def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
@@ -579,68 +541,58 @@ def test_another_calibration_is_another_method(
         assert "calibrated" in table.markdown([off, both[0]])
 
 
-def test_examples_are_paired_by_their_numbers_and_an_interrupted_run_says_so(
+def test_an_interrupted_run_is_shown_by_the_examples_that_both_have(
     run_eval: Run, tmp_path: Path
 ) -> None:
     """Equal answers differ by nothing, whichever a run has reached; `pack` keeps no such folder."""
-    args = ["needle", "--ctx", 576, "-a", "off", "-a", "dense"]
-    assert run_eval(*args, "-n", 8).exit_code == 0
+    args = ["needle", "--ctx", 576, "-a", "off", "-a", "dense", "-n", 8]
+    assert run_eval(*args).exit_code == 0
     out = tmp_path / "out"
     file = out / "needle.jsonl"
     lines = [json.loads(x) for x in file.read_text().splitlines()]
-    assert [x["asked"] for x in lines if "asked" in x] == [8, 8]
     for x in lines:
         if "i" in x:
             x["score"] = float(x["i"] in (3, 7))
 
-    def shown(
-        left_out: Callable[[dict[str, Any]], bool], *options: str, to: list[str] | None = None
-    ) -> Any:
-        kept = [json.dumps(x) for x in lines if not ("i" in x and left_out(x))]
-        file.write_text("\n".join(kept) + "\n")
-        return CliRunner().invoke(command, to or ["table", str(out), *options])
+    def shown(kept: Callable[[dict[str, Any]], bool], *line: object) -> Any:
+        text = [json.dumps(x) for x in lines if "i" not in x or kept(x)]
+        file.write_text("\n".join(text) + "\n")
+        return CliRunner().invoke(command, [str(x) for x in line])
 
-    def not_3_or_7(x: dict[str, Any]) -> bool:
-        return x["method"] == "dense" and x["i"] not in (3, 7)
+    def some(x: dict[str, Any]) -> bool:
+        return x["method"] == "off" or x["i"] in (3, 7)
 
-    off, dense = json.loads(shown(not_3_or_7, "-o", "json").stdout)
+    off, dense = json.loads(shown(some, "table", out, "-o", "json").stdout)
     assert dense["numbers"] == [3, 7] and off["numbers"] == list(range(8))
     assert dense["difference"] == 0 and (off["missing"], dense["missing"]) == (0, 6)
     for form in ("md", "summary"):
-        text = shown(not_3_or_7, "-o", form).stdout
+        text = shown(some, "table", out, "-o", form).stdout
         assert "**Incomplete**, examples missing: `dense` 6 of 8." in text
     # the last examples are missing, of all methods alike: only the line of what was asked tells
-    text = shown(lambda x: x["i"] > 4).stdout
+    text = shown(lambda x: x["i"] < 5, "table", out).stdout
     assert "examples missing: `off` 3 of 8, `dense` 3 of 8." in text
-    packed = shown(lambda x: x["i"] > 4, to=["pack", str(out), str(tmp_path / "packed")])
-    assert "needle, off: 5 of 8 examples are there; not packed" in packed.exception.message
-    assert not (tmp_path / "packed").exists()
+    packed = shown(lambda x: x["i"] < 5, "pack", out, tmp_path / "packed")
+    assert "needle, off" in packed.exception.message and not (tmp_path / "packed").exists()
     # methods without a common example
-    text = shown(lambda x: (x["method"] == "dense") == (x["i"] > 3), "-o", "json")
+    text = shown(lambda x: (x["method"] == "off") == (x["i"] > 3), "table", out, "-o", "json")
     assert json.loads(text.stdout)[1]["difference"] is None
     # the run goes on with what is missing, and then it is whole
-    assert run_eval(*args, "-n", 8).exit_code == 0
+    assert run_eval(*args).exit_code == 0
     assert "Incomplete" not in CliRunner().invoke(command, ["table", str(out)]).stdout
 
 
-def test_results_without_a_version_are_shown_as_old(
+def test_results_of_an_earlier_version_are_shown_as_such(
     run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ["needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", "dense"]
-    new = run_eval(*args).stdout
     old = " Measured by an earlier version of the evaluation."
-    assert old not in new
-    out, packed = tmp_path / "out", tmp_path / "packed"
-
-    def table_of(folder: Path) -> str:
-        return CliRunner().invoke(command, ["table", str(folder)]).stdout
-
-    assert CliRunner().invoke(command, ["pack", str(out), str(packed)]).exit_code == 0
-    assert table_of(packed) == new
+    assert old not in run_eval(*args).stdout
+    packed = tmp_path / "packed"
+    assert CliRunner().invoke(command, ["pack", str(tmp_path / "out"), str(packed)]).exit_code == 0
     monkeypatch.setitem(bench_records.VERSIONS, "eval needle", 2)
-    assert old in table_of(packed)
+    assert old in CliRunner().invoke(command, ["table", str(packed)]).stdout
     assert old not in run_eval(*args).stdout, "it is measured again"
     monkeypatch.undo()
     file = packed / "needle.jsonl"
     file.write_text(file.read_text().replace('"version":1,', ""))
-    assert old in table_of(packed)
+    assert old in CliRunner().invoke(command, ["table", str(packed)]).stdout

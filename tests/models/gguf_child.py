@@ -38,8 +38,8 @@ def run(path: Path) -> None:
         engine.detokenize(s, range(min(s.n_vocab, 300)), special=True)
 
 
-def main() -> None:
-    if sys.argv[1] == "run":
+def main(mode: str) -> None:
+    if mode == "run":
         from pyorch import engine
 
         engine.library()  # its memory is not the file's
@@ -49,14 +49,14 @@ def main() -> None:
         signal.alarm(300)  # a hang ends as a crash
         started = time.process_time()
         try:
-            {"read": read, "run": run}[sys.argv[1]](Path(line.rstrip("\n")))
+            {"read": read, "run": run}[mode](Path(line.rstrip("\n")))
             answer = "ok"
         except SparqError as e:
-            answer = "refused: " + e.message.replace("\n", "\\n")
+            answer = f"refused: {e.message}"
         except BaseException as e:
-            answer = f"WRONG {type(e).__name__}: {e}".replace("\n", "\\n")
-        print(f"{time.process_time() - started:.3f} {answer}", flush=True)
+            answer = f"WRONG {type(e).__name__}: {e}"
+        print(f"{time.process_time() - started:.3f} {answer!s}".replace("\n", "\\n"), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

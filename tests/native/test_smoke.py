@@ -147,11 +147,6 @@ def test_a_trial_that_hangs(native_lib_dir: Path, monkeypatch: pytest.MonkeyPatc
         smoke.fault(native_lib_dir)
 
 
-def test_a_library_that_does_not_load(tmp_path: Path) -> None:
-    with pytest.raises(SparqError, match="could not be tried: OSError: .*libggml-base"):
-        smoke.fault(tmp_path)
-
-
 # ---- in a build (fakes.py): the flags and cmake's options decide what fails ----
 
 Broken = Callable[[str], smoke.Fault | None]
