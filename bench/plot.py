@@ -54,21 +54,21 @@ class NoRecords(SparqError):
 # ---- records ----
 
 
-def rows_of(
-    folder: Path,
-    name: str,
-    rows: Callable[[Sequence[Any]], Sequence[Row]],
-    key: Callable[[Row], Any],
-) -> list[Row]:
-    """The rows that ran as they say, of all runs with a stock row; the last one of each key."""
-    found: dict[Any, Row] = {}
+# the last row counts, however long it was measured
+_OF_A_RUN = {"n_gen", "repetitions", "n_samples", "seed", "calibration", "n_embd"}
+
+
+def rows_of(folder: Path, name: str, rows: Callable[[Sequence[Any]], Sequence[Row]]) -> list[Row]:
+    """The rows that ran as they say, of all runs with a stock row; the last one of each case."""
+    last: dict[str, Row] = {}
     for run in records.by_run(records.load_all(folder / name)):
         recs = list(run.values())
         if any(rec["case"]["library"] == "stock" for rec in recs):
-            for row in rows(recs):
+            for rec, row in zip(recs, rows(recs), strict=True):
+                case = {k: v for k, v in rec["case"].items() if k not in _OF_A_RUN}
                 if not row.get("below_min_ctx"):  # it ran dense, whatever its name
-                    found[key(row)] = row
-    return list(found.values())
+                    last[str(sorted(case.items()))] = row
+    return list(last.values())
 
 
 def need(rows: Sequence[Any], what: str, command: str) -> None:

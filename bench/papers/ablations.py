@@ -118,17 +118,15 @@ def draw(rows: Sequence[plot.Row]) -> Any:
                 ax.axhline(dense["score"], color=plot.PAPER, linewidth=1, linestyle="--")
                 ax.axhspan(dense["low"], dense["high"], color=plot.PAPER, alpha=0.12)
                 ax.set(ylabel="characters recited", ylim=(0, CHARS))
-        lines = plot.Names()
-        for name in SCANS:
-            _line(lines, left, here, "a", name, _COLOURS[name])
-        ranks = [f"r = {r}" for r in RANKS]
-        for name, colour in zip(ranks, _LINES, strict=True):
-            _line(lines, right, here, "c", name, colour)
-        for r in here:
-            if r["panel"] == "c" and r["point"] == "128":
-                colour = _LINES[ranks.index(r["line"])]
-                right.plot(100 * r["share"], r["score"], "D", color=colour, markersize=8,
-                           markerfacecolor="none")  # fmt: skip
+        at = sorted((r | {"bytes": 100 * r["share"]} for r in here), key=lambda r: r["bytes"])
+        lines, ranks = plot.Names(), dict(zip((f"r = {r}" for r in RANKS), _LINES, strict=True))
+        for ax, panel, colours in ((left, "a", _COLOURS), (right, "c", ranks)):
+            rows_of = [r for r in at if r["panel"] == panel]
+            bars = ("low", "high")
+            lines.each(ax, rows_of, "bytes", "score", colours, *bars, by="line", band=True)
+        recipe = [r for r in at if r["panel"] == "c" and r["point"] == "128"]
+        more: dict[str, Any] = {"fmt": "D", "markersize": 8, "markerfacecolor": "none"}
+        lines.each(right, recipe, "bytes", "score", ranks, by="line", named=False, **more)
         _temperatures(middle, here)
         if i == 0:
             middle.legend(frameon=False, fontsize=8)
@@ -139,18 +137,6 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             ax.set_xlim(2, 60 if ax is left else 36)
         lines.write(figure)
     return figure
-
-
-def _line(
-    lines: plot.Names, ax: Any, rows: Sequence[plot.Row], panel: str, name: str, colour: str
-) -> None:
-    line = [r for r in rows if (r["panel"], r["line"]) == (panel, name)]
-    line.sort(key=lambda r: r["share"])
-    x, y = [100 * r["share"] for r in line], [r["score"] for r in line]
-    ax.plot(x, y, "o-", color=colour)
-    low, high = [r["low"] for r in line], [r["high"] for r in line]
-    ax.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-    lines.at(ax, name, x[-1], y[-1], colour)
 
 
 def _temperatures(ax: Any, rows: Sequence[plot.Row]) -> None:

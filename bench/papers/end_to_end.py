@@ -35,9 +35,7 @@ def published() -> list[tuple[float, float]]:
 
 def data(folder: Path) -> list[plot.Row]:
     """A row for each model, length and library with its settings; those of a real model last."""
-    who = "library", "flash_attn", "sparse_attn"
-    found = plot.rows_of(folder, FILE, speed.rows, lambda r: (_setting(r), *(r[x] for x in who)))
-    found = [r for r in found if _is_shown(r)]
+    found = [r for r in plot.rows_of(folder, FILE, speed.rows) if _is_shown(r)]
     plot.need(found, f"decoded tokens of llama2-7b {WEIGHTS} with an f16 cache", NEEDS)
     threads = max(r["n_threads"] for r in found)
     found = [r for r in found if r["n_threads"] == threads]
@@ -76,10 +74,6 @@ def _is_shown(r: plot.Row) -> bool:
     plain = r["type_k"] == r["type_v"] == "f16" and not r["n_prompt"] and not r["text"]
     here = r["backends"] == "CPU" and r["n_depth"] in [x for x, _ in published()]
     return plain and here and r["model_type"].startswith(f"llama2-7b {WEIGHTS}")
-
-
-def _setting(r: plot.Row) -> tuple[Any, ...]:
-    return r["model_type"], r["n_threads"], r["type_k"], r["type_v"], r["n_prompt"], r["n_depth"]
 
 
 def _who(r: plot.Row) -> str:

@@ -59,8 +59,7 @@ def _rows(recs: Sequence[Any]) -> list[plot.Row]:
 
 
 def data(folder: Path) -> list[plot.Row]:
-    names = ("model", "threads", "type_k", "type_v", "positions", "attention")
-    found = plot.rows_of(folder, FILE, _rows, lambda r: tuple(r[n] for n in names))
+    found = plot.rows_of(folder, FILE, _rows)
     found = [r for r in found if r["attention"] in _COLOURS and r["model"] in MODELS]
     found = [r for r in found if r["type_k"] == r["type_v"] == "f16"]
     plot.need(found, "attention by itself with r = 32, k = 128", NEEDS)

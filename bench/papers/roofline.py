@@ -77,7 +77,7 @@ def _threads() -> int:
 
 def data(folder: Path) -> list[plot.Row]:
     """The points, and the two lines of the roof."""
-    rows = plot.rows_of(folder, FILE, speed.rows, _key)
+    rows = plot.rows_of(folder, FILE, speed.rows)
     plain = [r for r in rows if r["type_k"] == r["type_v"] == "f16" and not r["text"]]
     plain = [r for r in plain if r["model_type"].startswith("llama2-7b q8_0")]
     sizes = Counter((r["n_threads"], r["model_type"]) for r in plain)
@@ -91,11 +91,6 @@ def data(folder: Path) -> list[plot.Row]:
     bandwidth = float(np.median([r["bandwidth_bytes_per_s"] for r in here]))
     roof = {"what": "roof", "macs_per_byte": peaks[-1] / bandwidth, "macs_per_s": peaks[-1]}
     return [*map(_point, filter(_belongs, here)), roof]
-
-
-def _key(r: plot.Row) -> Any:
-    of = "model_type", "n_threads", "type_k", "type_v", "text", "n_depth", "n_prompt"
-    return *(r[x] for x in of), speed.label(r)
 
 
 def _belongs(r: plot.Row) -> bool:

@@ -48,9 +48,7 @@ def draw_scores(rows: Sequence[plot.Row]) -> Any:
         lines = plot.Names()
         for budget, colour in BUDGETS.items():
             line = sorted((r for r in here if r["budget"] == budget), key=lambda r: r["k"])
-            ks, low, high = ([r[key] for r in line] for key in ("k", "low", "high"))
-            ax.fill_between(ks, low, high, color=colour, alpha=0.12, linewidth=0)
-            lines.line(ax, "", line, "k", "score", color=colour)
+            lines.line(ax, "", line, "k", "score", ("low", "high"), color=colour, band=True)
             ax.plot([], [], "o-", color=colour, label=f"k {budget}")
         (dense,) = (r for r in here if r["budget"] == "all")
         ax.axhline(

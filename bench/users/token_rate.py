@@ -4,6 +4,7 @@ ours sparse, from records of `sparq-cpp bench` in their own folder, of the model
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ NEEDS = (
     "-r 4 --text BOOK --out bench/results/MACHINE/token_rate"
 )
 STOCK = "llama.cpp, its best setting"
-SAME = ("model_filename", "model_size", "n_threads", "type_k", "type_v", "text", "repack", "rope")
+# what may differ between the rows of one picture
+_VARIED = {"model", "model_type", "library", "flash_attn", "spec", "calibration", "n_depth"}
+_VARIED |= {"n_prompt", "n_gen", "repetitions"}
+SAME = [f.name for f in fields(speed.SpeedCase) if f.name not in _VARIED]
 
 
 def of_last_model(folder: Path) -> list[plot.Row]:
     """Rows of decoded tokens of the real model measured last, by length, all with one name."""
 
-    def key(r: plot.Row) -> tuple[Any, ...]:
-        return *(r[x] for x in SAME), r["n_depth"], r["library"], r["flash_attn"], r["sparse_attn"]
-
-    found = [r for r in plot.rows_of(folder, FILE, speed.rows, key) if r["n_gen"]]
+    found = [r for r in plot.rows_of(folder, FILE, speed.rows) if r["n_gen"]]
     if not found:
         return []
     last = max(found, key=lambda r: r["test_time"])

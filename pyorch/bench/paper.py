@@ -17,7 +17,7 @@ def points(figure: str, series: str) -> list[tuple[float, float]]:
         KeyError: there is no such series.
     """
     with _FILE.open(newline="", encoding="utf-8") as f:
-        found = [r for r in csv.DictReader(f) if (r["figure"], r["series"]) == (figure, series)]
-    if not found:
+        rows = [r for r in csv.DictReader(f) if (r["figure"], r["series"]) == (figure, series)]
+    if not rows:
         raise KeyError(f"{figure}, {series}: not in paper.csv")
-    return [(float(r["x"]), float(r["y"])) for r in found]
+    return [(float(r["x"]), float(r["y"])) for r in rows]

@@ -115,16 +115,20 @@ class Names:
         *,
         color: str,
         factor: float = 1,
+        band: bool = False,
         **style: Any,
     ) -> None:
-        """Draw the column `y`, times `factor`, over `x`, with bars between two more columns.
+        """Draw the column `y`, times `factor`, over `x`, with bars, or a band, between two more
+        columns.
 
         name: empty = none.
         """
         xs, ys = [r[x] for r in rows], [factor * r[y] for r in rows]
         style = {"fmt": "o-", "color": color} | style
-        if bars:
-            low, high = ([factor * r[column] for r in rows] for column in bars)
+        low, high = ([factor * r[column] for r in rows] for column in bars or (y, y))
+        if band:
+            ax.fill_between(xs, low, high, color=color, alpha=0.12, linewidth=0)
+        if bars and not band:
             down = [max(a - b, 0) for a, b in zip(ys, low, strict=True)]
             up = [max(b - a, 0) for a, b in zip(ys, high, strict=True)]
             ax.errorbar(xs, ys, [down, up], **style)

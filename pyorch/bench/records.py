@@ -158,10 +158,10 @@ def append(file: Path, rec: Mapping[str, Any]) -> None:
     with _opened(file) as f:
         system.lock(f.fileno(), wait=True)  # another run may write to the same file
         f.seek(0)
-        found = f.read()
-        whole = found.rfind(b"\n") + 1
+        text = f.read()
+        whole = text.rfind(b"\n") + 1
         try:
-            json.loads(found[whole:])
+            json.loads(text[whole:])
             f.write(b"\n")  # complete except for this
         except ValueError:
             f.truncate(whole)
@@ -279,10 +279,10 @@ def latest(recs: Iterable[Record]) -> list[Record]:
     def case(rec: Record) -> dict[str, Any]:
         return {k: v for k, v in rec["case"].items() if k != "calibration"}
 
-    found = {
+    last = {
         json.dumps([case(rec) for rec in run.values()]): list(run.values()) for run in by_run(recs)
     }
-    return [rec for run in found.values() for rec in run]
+    return [rec for run in last.values() for rec in run]
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -90,10 +90,10 @@ def layout(session: engine.Session) -> Layout:
     return Layout(magic, transposed, tuple(parts[:n_layer]), tuple(parts[n_layer:]))
 
 
-def _expect(what: str, found: object, wanted: object) -> None:
-    if found != wanted:
+def _expect(what: str, value: object, expected: object) -> None:
+    if value != expected:
         raise SparqError(
-            f"unknown state of the cache: {what} {found}, expected {wanted}",
+            f"unknown state of the cache: {what} {value}, expected {expected}",
             "`-d 0 -p N` measures a prompt without positions before it",
         )
 

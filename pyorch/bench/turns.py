@@ -46,9 +46,9 @@ def sides(
     """The fields of the sides that take turns: stock with each of `flash_attn` that this type of V
     allows, and ours with each of `specs`."""
     stock = [fa for fa in flash_attn if fa or type_v in FLOATS]
-    found = [{"library": "stock", "flash_attn": fa, "spec": OFF} for fa in stock]
+    theirs = [{"library": "stock", "flash_attn": fa, "spec": OFF} for fa in stock]
     ours = dict.fromkeys(specs)
-    return found + [{"library": "sparq", "flash_attn": True, "spec": spec} for spec in ours]
+    return theirs + [{"library": "sparq", "flash_attn": True, "spec": spec} for spec in ours]
 
 
 def in_turns(

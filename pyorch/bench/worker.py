@@ -122,9 +122,9 @@ class Subject:
         session = self._session
         n_pos = len(session.tokens)
         engine.decode(session, token)
-        found = [float(x) for x in engine.logits(session)]
+        values = [float(x) for x in engine.logits(session)]
         engine.rewind(session, n_pos)
-        return found
+        return values
 
     def prefill(self, n: int, seed: int) -> dict[str, Any]:
         """Time the prefill of `n` tokens after those in the cache, and take them back."""

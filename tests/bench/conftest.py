@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pyorch import native
-from pyorch.bench.worker import Worker
 from pyorch.models import synth
 
 SHAPE = synth.Shape(
@@ -34,17 +32,3 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(native_lib_dir: Path) -> None:
     """The unpatched library, built if need be."""
     native.built(stock=True)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """How workers were asked to load a model, from now on."""
-    found, ask = [], Worker._ask
-
-    def noted(self: Worker, call: str, args: dict[str, Any]) -> Any:
-        if call == "open":
-            found.append(args)
-        return ask(self, call, args)
-
-    monkeypatch.setattr(Worker, "_ask", noted)
-    return found

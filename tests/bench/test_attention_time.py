@@ -108,13 +108,11 @@ def test_turns_go_forwards_and_backwards(swap: bool, wanted: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("type_k", "q8_0"), ("numa", "distribute")])
-def test_what_differs_has_a_column_and_a_table(key: str, value: str) -> None:
+def test_what_differs_is_shown(key: str, value: str) -> None:
     recs = fake_records()
     other = [{**r, "case": r["case"] | {key: value}, "run": "b"} for r in recs]
-    assert value in attention_time.summary(recs + other)
-    assert value not in attention_time.summary(recs)
-    tables = attention_time.markdown(recs + other)
-    assert (tables.count("threads: 2"), tables.count(value)) == (2, 1)
+    for table in (attention_time.summary, attention_time.markdown):
+        assert value in table(recs + other) and value not in table(recs)
 
 
 def fake_records() -> list[records.Record]:
@@ -192,7 +190,7 @@ def test_a_dead_worker_is_told_and_the_others_end() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-def test_attention_command_measures_once(tmp_path: Path, opened: list[dict[str, Any]]) -> None:
+def test_attention_command_measures_once(tmp_path: Path) -> None:
     args = ["--attn-only", "--like", "llama3-8b", "-d", "1280", "--layers", "1", "-r", "1", "-t"]
     args += ["1", "-a", "dense", "-a", "sparq,ratio=1/8", "--numa", "isolate"]
     args += ["--out", str(tmp_path)]
@@ -209,7 +207,6 @@ def test_attention_command_measures_once(tmp_path: Path, opened: list[dict[str, 
     for rec in found.values():
         assert len(rec["samples_ns"]) == len(rec["base_samples_ns"]) == 5
         assert rec["bandwidth_bytes_per_s"] and rec["case"]["numa"] == "isolate"
-    assert {args["numa"] for args in opened} == {"isolate"}
     again = runner.invoke(command, args, catch_exceptions=False)
     assert again.stdout == first.stdout  # taken from the records
     assert records.load(file) == found | {other["key"]: other}

@@ -60,7 +60,7 @@ def test_a_round_is_fitted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["-d", "4096"], "two depths"),
         (["-d", "4096,4096"], "two depths"),
-        (["-d", "512,4096"], "dense at 513 positions"),
+        (["-d", "512,2048"], "dense at 513 positions"),
     ],
 )
 def test_what_cannot_be_is_refused_before_measuring(

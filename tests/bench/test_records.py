@@ -137,7 +137,7 @@ def test_the_commit_is_that_of_our_own_repository(
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
     """Measures groups of cases, whose sample is how many were measured before."""
-    env = {"stamps": {"sparq": "s"}}
+    env = {"stamps": {"sparq": "s"}, "machine": {"cpu": "A"}}
     monkeypatch.setattr(native, "built", lambda stock=False: Path())
     monkeypatch.setattr(records, "environment", lambda libraries: env)
     n_measured = 0
@@ -147,7 +147,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
         n_measured += 1
         return [{"samples_ns": [n_measured]}]
 
-    def of(file: Path, *sizes: int, force: bool = False) -> list[records.Record]:
+    def of(file: Path, *sizes: int, force: bool = False, cpu: str = "A") -> list[records.Record]:
+        env["machine"] = {"cpu": cpu}
         groups = [[PeakCase(n, 1)] for n in sizes]
         options = measurement.Given(force=force)
         recs, n_failed = measurement.measured(
@@ -172,6 +173,7 @@ def test_a_group_is_measured_once(run: Callable[..., Any], tmp_path: Path) -> No
     assert [rec["samples_ns"] for rec in run(file, 2048, 512)] == [[3], [1]]
     assert [rec["samples_ns"] for rec in run(file, 512, 512, force=True)] == [[4]]
     assert [rec["samples_ns"] for rec in run(file, 512)] == [[4]], "the last counts"
+    assert [rec["samples_ns"] for rec in run(file, 512, cpu="B")] == [[5]], "another machine"
 
 
 @pytest.mark.usefixtures("native_lib_dir")

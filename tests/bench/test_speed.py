@@ -381,7 +381,7 @@ def test_a_failing_group_takes_no_other_along(
     monkeypatch.setattr(speed, "check", lambda group: None)
     done = bench("-d", "512,2048")
     assert isinstance(done.exception, SparqError) and done.exception.hint
-    assert "calls_sparse is 0" in done.stderr and "tg3 @ d2048" in done.stdout
+    assert "n_depth 512: not measured" in done.stderr and "tg3 @ d2048" in done.stdout
     file = tmp_path / "speed.jsonl"
     assert {r["case"]["n_depth"] for r in records.load_all(file)} == {2048}
     assert bench("-d", "512,2048", "-a", "dense").exception is None

@@ -12,7 +12,7 @@ variants take turns (A B C, C B A, ...), a few tokens each: if the machine slows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -105,14 +105,14 @@ def groups(given: Given) -> list[list[AttentionCase]]:
             f"at least {2 * CELLS}",
             exit_code=2,
         )
-    found, shared = [], settings(AttentionCase, given)
+    planned, shared = [], settings(AttentionCase, given)
     every = crossed(given, "type_k", "type_v", "n_depth", "n_threads")
     for like, cache in product(given.like, [*every]):
         shape = _shape(like, given.n_layer)
         heads = {x: getattr(shape, x) for x in ("n_layer", "n_head", "n_head_kv", "head_dim")}
         who = sides((False, True), cache["type_v"], given.specs)
-        found.append([AttentionCase(like=like, **shared, **cache, **heads, **x) for x in who])
-    return found
+        planned.append([AttentionCase(like=like, **shared, **cache, **heads, **x) for x in who])
+    return planned
 
 
 def _shape(like: str, n_layer: int | None) -> synth.Shape:
@@ -270,58 +270,49 @@ def _base_key(rec: Record) -> tuple[Any, ...]:
     return records.run_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
 
 
-_SHOWN: dict[str, Column] = {
+_CASE: dict[str, Column] = {
+    "model": lambda r: f"{r['like']}, {r['n_layer']} layers",
+    "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
+    "threads": lambda r: r["n_threads"],
     "positions": lambda r: r["n_depth"],
     "attention": lambda r: f"`{_label(r)}`",
+}
+_SHARE: dict[str, Column] = {"share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %")}
+_ALL = {
+    **_CASE,
     "ms per token (p10-p90)": lambda r: (
         f"{r['attention_ms']:.2f} ({r['attention_p10_ms']:.2f}-{r['attention_p90_ms']:.2f})"
     ),
     "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
     "whole token, ms": lambda r: f"{r['token_ms']:.2f}",
     "MB read per token": lambda r: f"{r['bytes_per_token'] / 1e6:.1f}",
-    "share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %"),
+    **_SHARE,
+}
+_OURS = {
+    **_CASE,
+    "best stock, ms": lambda r: number(r["speedup"] * r["attention_ms"], "{:.2f}"),
+    "ours, ms": lambda r: f"{r['attention_ms']:.2f}",
+    "faster": lambda r: number(r["speedup"], "{:.2f}x"),
+    **_SHARE,
 }
 
 
 def markdown(recs: Sequence[Record]) -> str:
-    """A table for each model, number of threads, types of K and V and place of memory."""
-    tables: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows(recs):
-        of = ("like", "n_layer", "n_threads", "type_k", "type_v", "numa")
-        tables.setdefault(tuple(row[x] for x in of), []).append(row)
-    out: list[str] = []
-    for table in tables.values():
-        r = table[0]
-        out += ["", f"**{r['like']}**, {r['n_layer']} layers, {r['n_head']} heads, "]
-        out[-1] += f"{r['n_head_kv']} KV heads of {r['head_dim']}, "
-        out[-1] += f"{r['type_k']} K, {r['type_v']} V, threads: {r['n_threads']}"
-        out[-1] += f", numa: {r['numa']}" if r["numa"] else ""
-        out += ["", columns(_SHOWN, table, left=("attention",))]
-    return "\n".join([*out, "", _machine_line(recs)]).strip()
+    """A line for each record."""
+    return _table(_ALL, rows(recs), recs)
 
 
 def summary(recs: Sequence[Record]) -> str:
     """The table for a README: a line for each row of ours, with the faster stock."""
-    found = [r for r in rows(recs) if r["library"] != "stock"]
-    shown: dict[str, Column] = {
-        "model": lambda r: r["like"],
-        "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
-        "threads": lambda r: r["n_threads"],
-        "positions": lambda r: r["n_depth"],
-        "attention": lambda r: f"`{_label(r)}`",
-        "best stock, ms": lambda r: number(r["speedup"] * r["attention_ms"], "{:.2f}"),
-        "ours, ms": lambda r: f"{r['attention_ms']:.2f}",
-        "faster": lambda r: number(r["speedup"], "{:.2f}x"),
-        "share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %"),
-        **differing(AttentionCase, found),
-    }
-    return f"{columns(shown, found, left=('model', 'attention'))}\n\n{_machine_line(recs)}"
+    return _table(_OURS, [r for r in rows(recs) if r["library"] != "stock"], recs)
 
 
-def _machine_line(recs: Sequence[Record]) -> str:
+def _table(shown: Mapping[str, Column], lines: Sequence[Row], recs: Sequence[Record]) -> str:
+    shown = {**shown, **differing(AttentionCase, lines)}
     speeds = sorted(r["bandwidth"] / 1e9 for r in rows(recs))
     machine = recs[0]["env"]["machine"]
     return (
+        f"{columns(shown, lines, left=('model', 'attention'))}\n\n"
         f"{machine['cpu']}, {machine['cores']} cores; sequential read "
         f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run.{records.about_old(recs)}"
     )

@@ -300,14 +300,16 @@ def measured(
     from pyorch import native
 
     env = records.environment({x: native.built(stock=x == "stock") for x in of.libraries})
-    runs = [] if given.force else records.by_run(records.load_all(file, keyed=True))
+    recs = [] if given.force else records.load_all(file, keyed=True)
+    # a folder may be that of several machines
+    runs = records.by_run(rec for rec in recs if _kind(rec["env"]) == _kind(env))
     groups = [g for i, g in enumerate(groups) if g not in groups[:i]]
 
     def known(group: Group) -> list[Record] | None:
         """The latest run that has all cases of a group, since ratios are within one run."""
         keys = [records.key(of.name, records.case_of(c), env["stamps"][c.library]) for c in group]
-        found = (run for run in reversed(runs) if all(k in run for k in keys))
-        return next(([run[k] for k in keys] for run in found), None)
+        whole = (run for run in reversed(runs) if all(k in run for k in keys))
+        return next(([run[k] for k in keys] for run in whole), None)
 
     todo = [g for g in groups if known(g) is None]
     if todo:
@@ -327,7 +329,7 @@ def measured(
                 if len(groups) == 1:
                     raise
                 n_failed += 1
-                note(f"{group[0]}: not measured: {error.message} ({error.hint})")
+                note(f"{_name(group, groups)}: not measured: {error.message} ({error.hint})")
                 continue
             run, made = secrets.token_hex(4), []
             for case, result in zip(group, results, strict=True):
@@ -336,6 +338,17 @@ def measured(
                 records.append(file, made[-1])
             runs += records.by_run(made)
     return [rec for group in groups for rec in known(group) or []], n_failed
+
+
+def _name(group: Group, groups: Sequence[Group]) -> str:
+    """What tells a group from the others."""
+    case, others = records.case_of(group[0]), [records.case_of(g[0]) for g in groups]
+    return ", ".join(f"{k} {v}" for k, v in case.items() if any(c.get(k) != v for c in others))
+
+
+def _kind(env: records.Environment) -> list[Any]:
+    """What two machines of a kind have in common."""
+    return [env["machine"].get(x) for x in ("cpu", "cores", "gpu")]
 
 
 def _cost(group: Group) -> int:

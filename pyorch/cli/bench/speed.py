@@ -337,7 +337,7 @@ def groups(given: Given) -> list[list[SpeedCase]]:
                 model = Synthetic(source, n_layer, given.quant)
             caches.append((model, cache_, who))
     _agree_to_write([m for m, *_ in caches if isinstance(m, Synthetic)], given.yes)
-    shared, found = settings(SpeedCase, given), []
+    shared, planned = settings(SpeedCase, given), []
     rope = given.rope.settings()
     for model, cache_, who in caches:
         path = model.written() if isinstance(model, Synthetic) else model
@@ -355,10 +355,10 @@ def groups(given: Given) -> list[list[SpeedCase]]:
         who = [side | {"calibration": calibration(side["spec"], path)} for side in who]
         for test, n_threads in product(tests, given.n_threads):
             common = shared | cache_ | test | about | {"n_threads": n_threads}
-            found.append([SpeedCase(**common, **side) for side in who])
-    for group in found:
+            planned.append([SpeedCase(**common, **side) for side in who])
+    for group in planned:
         check(group)
-    return found
+    return planned
 
 
 def _agree_to_write(models: Sequence[Synthetic], yes: bool) -> None:
@@ -685,17 +685,17 @@ def markdown(recs: Sequence[Record]) -> str:
         "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
         **_COMPARED,
     }
-    found = rows(recs)
+    lines = rows(recs)
     for name in ("type_k", "type_v"):  # as in llama-bench, only if rows differ in it
-        if {r[name] for r in found} == {"f16"}:
+        if {r[name] for r in lines} == {"f16"}:
             del shown[name]
-    return _table(shown, found) + "\n\n" + _machine(recs)
+    return _table(shown, lines) + "\n\n" + _machine(recs)
 
 
 def summary(recs: Sequence[Record]) -> str:
     """The table for a README: a line for each row of ours, with the faster stock."""
-    found = [r for r in rows(recs) if r["library"] != "stock"]
-    found = [r for r in found if r["n_gen"] and not r["below_min_ctx"]]
+    lines = [r for r in rows(recs) if r["library"] != "stock"]
+    lines = [r for r in lines if r["n_gen"] and not r["below_min_ctx"]]
     shown: dict[str, Column] = {
         "model": lambda r: r["model_type"],
         "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
@@ -706,9 +706,9 @@ def summary(recs: Sequence[Record]) -> str:
         "faster": lambda r: f"{r['speedup']:.2f}x",
         **{{"limit": "limit by bytes"}.get(name, name): show for name, show in _COMPARED.items()},
     }
-    if len({r["n_threads"] for r in found}) > 1:
+    if len({r["n_threads"] for r in lines}) > 1:
         shown["threads"] = lambda r: r["n_threads"]
-    return _table(shown, found) + "\n\n" + _machine(recs)
+    return _table(shown, lines) + "\n\n" + _machine(recs)
 
 
 def _before(r: Row) -> str:
@@ -717,11 +717,11 @@ def _before(r: Row) -> str:
     return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
 
 
-def _table(shown: Mapping[str, Column], found: Sequence[Row]) -> str:
+def _table(shown: Mapping[str, Column], lines: Sequence[Row]) -> str:
     """The rows as Markdown, without columns that say nothing."""
-    every = {**shown, **differing(SpeedCase, found)}
-    told = {name: show for name, show in every.items() if {show(r) for r in found} != {"-"}}
-    return table.columns(told, found, left=("model", "attention"))
+    every = {**shown, **differing(SpeedCase, lines)}
+    full = {name: show for name, show in every.items() if {show(r) for r in lines} != {"-"}}
+    return table.columns(full, lines, left=("model", "attention"))
 
 
 def _machine(recs: Sequence[Record]) -> str:
