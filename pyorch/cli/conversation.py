@@ -157,8 +157,8 @@ def choose(chat: Chat, name: str) -> None:
         if not chat.documents:
             note("no --document was given; /document FILE opens one")
         return
-    given = [d for d in chat.documents if name in (d.name, d.path.name, d.path.stem)]
-    open_in(chat, given[0] if given else load_all([name], None)[0])
+    matches = [d for d in chat.documents if name in (d.name, d.path.name, d.path.stem)]
+    open_in(chat, matches[0] if matches else load_all([name], None)[0])
 
 
 def read(chat: Chat, path: Path) -> None:

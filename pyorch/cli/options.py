@@ -263,14 +263,14 @@ class AttentionOptions:
         Raises:
             SparqError: values are out of range, or exclude each other.
         """
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if said := given_on_command_line(given):  # it displaces variables that exclude it
-            gone = given.keys() - said if "attn" in said else {"attn"}
-            given = {name: value for name, value in given.items() if name not in gone}
-        line = given.pop("attn", None)
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        if typed := given_on_command_line(values):  # it displaces variables that exclude it
+            excluded = values.keys() - typed if "attn" in typed else {"attn"}
+            values = {name: value for name, value in values.items() if name not in excluded}
+        line = values.pop("attn", None)
         if line is None:  # an empty line is refused, not ignored
-            return AttentionSpec("sparq", **given) if given else None
-        for name in given:
+            return AttentionSpec("sparq", **values) if values else None
+        for name in values:
             raise SparqError(
                 f"-a has all settings, so --{name} would change nothing",
                 "-a sparq,ratio=1/8,budget=ramp",

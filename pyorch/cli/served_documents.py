@@ -51,10 +51,10 @@ def _their_time(
     from pyorch.engine.chat_template import with_time
 
     own = str(file.metadata.get("tokenizer.chat_template") or "")
-    given = {word.partition("=")[0].replace("_", "-") for word in more}
+    options = {word.partition("=")[0].replace("_", "-") for word in more}
     name, when = next(((d.name, d.when) for d in documents if d.when), ("", None))
     source = with_time(own, when) if when else own
-    if when is None or source == own or given & set(_THEIRS) or _TOOLS in file.metadata:
+    if when is None or source == own or options & set(_THEIRS) or _TOOLS in file.metadata:
         return []
     template = folder / "template.jinja"
     template.write_text(source, "utf-8", newline="")

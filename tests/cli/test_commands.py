@@ -270,17 +270,10 @@ def test_closed_streams(tiny: Path) -> None:
 # ---- explain ----
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("-ngl 3", "hint: --rpc HOST:PORT"),
-        ("-ts 3,1", "hint: --rpc HOST:PORT"),
-        ("-a sparq,k_layers=64:64:64", "k_layers=64:64:64\nhint: "),
-    ],
-)
-def test_explain_refuses(run: Run, tiny: Path, line: str, said: str) -> None:
+@pytest.mark.parametrize("line", ["-ngl 3", "-ts 3,1", "-a sparq,k_layers=64:64:64"])
+def test_explain_refuses(run: Run, tiny: Path, line: str) -> None:
     result = run("explain", "-m", tiny, *line.split())
-    assert (result.code, result.out) == (2, "") and said in result.err
+    assert (result.code, result.out) == (2, "") and "hint:" in result.err
 
 
 def test_explain(run: Run, tiny: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_model_has_one_name(
     assert after(argv, "--alias") == alias
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_once(standin: Any, number: int) -> None:
     if signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip("it is ignored here, as under nohup, and then by serve too")
