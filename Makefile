@@ -72,11 +72,11 @@ $(DEV): $(STAMP)
 
 wheels: $(STAMP)        ## dist/: wheels with the library inside, for machines without a compiler
 	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
-	$(RUN)/python -m pyorch.native dist $(ARGS)
+	$(RUN)/python -m pyorch.native.wheels dist $(ARGS)
 
 wheel-cuda: $(STAMP)    ## dist/: what a GPU needs beside the wheel for Linux, where nvcc 13 and GCC are; an hour. ARGS=90: for one kind of GPU
 	$(RUN)/python -m pip install --quiet --editable '.[wheel-cuda]'
-	$(RUN)/python -m pyorch.native dist cuda $(ARGS)
+	$(RUN)/python -m pyorch.native.wheels dist cuda $(ARGS)
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
@@ -102,6 +102,7 @@ lint: $(DEV)            ## what the style asks, without changing anything
 	$(RUN)/ruff check $(PY) && $(RUN)/ruff format --check $(PY)
 	$(RUN)/mypy
 	$(RUN)/python -m pyorch.native.cpp_style --check $(CPP)
+	! grep -nE '^.{161}' $(CPP)
 
 fmt: $(DEV)             ## bring Python and C++ to that style
 	$(RUN)/ruff check --fix $(PY) && $(RUN)/ruff format $(PY)

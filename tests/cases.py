@@ -183,23 +183,6 @@ def quick_cases() -> list[Case]:
     return [_limited(case) for case in rows + TYPICAL + QUANTISED + TOP_P]
 
 
-def slow_cases() -> list[Case]:
-    """The product of the sizes and types, the other factors drawn at random."""
-    rng = random.Random(2)
-    main = ("n_kv", "d", "heads", "type_k")
-    rest = [n for n in FACTORS if n not in main]
-    return [
-        _limited(
-            Case(
-                **dict(zip(main, values, strict=True)),
-                **{n: rng.choice(FACTORS[n]) for n in rest},
-                seed=1000 + i,
-            )
-        )
-        for i, values in enumerate(itertools.product(*(FACTORS[n] for n in main)))
-    ]
-
-
 def to_type(x: np.ndarray, kind: str) -> np.ndarray:
     """The values of x, rounded to `kind`, as f32."""
     x = x.astype(np.float32)

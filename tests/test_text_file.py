@@ -33,14 +33,8 @@ def test_one_text_however_it_is_written(how: str) -> None:
     told: list[str] = []
     assert decoded(raw, "x.txt", told.append) == TEXT
     assert told == ([f"x.txt: {said}"] if said else [])
-
-
-@pytest.mark.parametrize("how", WRITTEN)
-def test_one_text_line_by_line(how: str) -> None:
-    raw, _ = WRITTEN[how]
     lines = raw_lines(raw.splitlines(keepends=True) if "16" not in how else [raw], "x")
-    text = "".join(decoded(line, "x") for line in lines)
-    assert text == TEXT
+    assert "".join(decoded(line, "x") for line in lines) == TEXT
 
 
 def test_a_line_of_a_pipe_does_not_wait_for_the_next() -> None:

@@ -241,30 +241,6 @@ def _lfm2(m: Model) -> None:
             m.matrix(f"blk.{i}.shortconv.out_proj.weight", m.n_embd, m.n_embd)
 
 
-def _openelm(m: Model) -> None:
-    """Another number of heads in every layer; the last one is MHA."""
-    n_head = [m.n_head + i for i in range(m.n_layer)]
-    n_head_kv = [1] * (m.n_layer - 1) + [n_head[-1]]
-    n_head = [h - h % kv for h, kv in zip(n_head, n_head_kv, strict=True)]
-    m.keys |= {
-        "attention.head_count": n_head,
-        "attention.head_count_kv": n_head_kv,
-        "feed_forward_length": [m.n_ff + 16 * i for i in range(m.n_layer)],
-    }
-    m.ends(output=False)
-    for i in range(m.n_layer):
-        b, n_q = f"blk.{i}.", n_head[i] * m.head_dim
-        m.norm(b + "attn_norm")
-        m.norm(b + "ffn_norm")
-        m.matrix(b + "attn_qkv.weight", m.n_embd, n_q + 2 * n_head_kv[i] * m.head_dim)
-        m.matrix(b + "attn_output.weight", n_q, m.n_embd, gain=2.0)
-        m.vector(b + "attn_q_norm.weight", m.head_dim, mean=1.6)
-        m.vector(b + "attn_k_norm.weight", m.head_dim, mean=1.6)
-        n_ff, m.n_ff = m.n_ff, m.n_ff + 16 * i
-        m.mlp(i)
-        m.n_ff = n_ff
-
-
 def _deepseek2(m: Model, latent: bool = True) -> None:
     """Multi-head latent attention: K and V are one compressed vector.
 
@@ -347,7 +323,6 @@ ARCHITECTURES: dict[str, Callable[[Model], None]] = {
     "mpt": _mpt,
     "gptneox": _gptneox,
     "lfm2": _lfm2,
-    "openelm": _openelm,
     "deepseek2": _deepseek2,
     "deepseek2-unpacked": lambda m: _deepseek2(m, latent=False),
     "mamba": _mamba,

@@ -162,7 +162,7 @@ def measure(_: Given, cases: Sequence[MemoryCase], __: Done) -> list[Result]:
             state.fill(s, first.n_depth)
         stay = first.n_layer if first.card in (0, NO_CARD) else len(sessions[True].kv_in_memory)
         note(f"{first.n_depth} positions, K and V of {stay} of {first.n_layer} layers in memory")
-        rates = {n: _memory(n) for n in dict.fromkeys(case.threads for case in cases)}
+        rates = {n: bandwidth.measured(n) for n in dict.fromkeys(case.threads for case in cases)}
         for turn in range(first.repetitions):
             for case, result in zip(cases, results, strict=True):
                 s = sessions[case.flash]
@@ -192,14 +192,6 @@ def _prompt(s: engine.Session, tokens: Sequence[int]) -> tuple[list[int], Any]:
         took = time.perf_counter_ns() - started
         engine.rewind(s, n_pos)
     return [took], dict(engine.info(s).counters)
-
-
-def _memory(n_threads: int) -> float | None:
-    """The bytes per second that the threads read, if there is what measures them."""
-    try:
-        return bandwidth.measured(n_threads)
-    except SparqError:
-        return None
 
 
 def _bytes(s: engine.Session, case: MemoryCase) -> float:

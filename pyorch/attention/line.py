@@ -73,8 +73,10 @@ def read(
             else:
                 out[key] = readers.get(types[key], str)(text)
         except ValueError:
-            hint = "64:12.5%:dense, or 8:8:16" if lists and key in lists else "64, 1/8 or 12.5%"
-            raise SparqError(f"{key} {text!r} is not a number", hint, exit_code=2) from None
+            kinds = {"int": ("whole number", "64"), "float": ("number", "1/8, 0.125 or 12.5%")}
+            kind_name, hint = kinds.get(types[key], ("list", "64:12.5%:dense, or 8:8:16"))
+            message = f"{key} {text!r} is not a {kind_name}"
+            raise SparqError(message, f"{key}={hint}", exit_code=2) from None
     return out
 
 

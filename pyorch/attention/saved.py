@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from pyorch import paths
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, ratio_text, read_settings
@@ -23,37 +23,10 @@ SCHEMA = 1
 Found = Mapping[str, Any]  # settings by name; lists are text, as in a line
 
 
-class Candidate(TypedDict):
-    """Settings that were compared. kl: nats; share: bytes read over dense attention's."""
-
-    name: str
-    spec: str
-    kl: float
-    kl_contexts: list[float]
-    share: float
-
-
-_TopP = TypedDict("_TopP", {"top-p": Found})
-
-
-class Result(_TopP):
-    """The result of a search: the best settings without `top_p`, and the best of all. `text` is a
-    hash. Results of earlier versions have a `seed`, too, and more candidates."""
-
-    ratio: float
-    shadow: str
-    n_pos: int
-    n_contexts: int
-    n_tokens: int
-    types: list[str]
-    text: str
-    library: str
-    time: str
-    layers: list[int]
-    chosen: str
-    chosen_top_p: str
-    calibrated: Found
-    candidates: list[Candidate]
+# The result of a search: what it depends on, such as `ratio`, `shadow`, `n_pos`, and a hash of the
+# `text`; `calibrated` and `top-p`, the best settings without `top_p`, and of all; and `candidates`,
+# what was compared: its `kl` in nats, and `share`, the bytes read over dense attention's
+Result = dict[str, Any]
 
 
 def _files(model: Path, digest: str) -> list[Path]:

@@ -212,7 +212,7 @@ def run(
     best = chosen({n: m for n, m in found.items() if n != "top-p"})
     best_p = chosen({n: m for n, m in found.items() if n in ("uniform", best, "top-p")})
     return {
-        **about,  # type: ignore[typeddict-item]
+        **about,
         "ratio": ratio,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "layers": list(meter.layers),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 
 import click
 
 from pyorch.cli.types import Number
-from pyorch.errors import SparqError
 from pyorch.progress import say
 
 
@@ -48,21 +46,17 @@ def command(
     from pyorch.native import build
     from pyorch.native import cuda as toolkit
 
-    options = build.Options(stock=stock, portable=portable)
-    if cuda is not None:
-        options = replace(options, cuda=toolkit.archs(cuda))
-        if not toolkit.find_nvcc():
-            raise SparqError(
-                "CUDA builds need nvcc, which is not here", "install a CUDA toolkit, 12 or 13", 2
-            )
-    names = build.TOOLS if tools else ()
+    options = build.Options(stock, portable, "" if cuda is None else toolkit.archs(cuda))
     if cuda is None and not portable:
         options = build.usual(stock)
-        if build.find(options, names) is None:
+    names = build.TOOLS if tools else ()
+    folder = None if force else build.find(options, names)
+    if folder is None:
+        if cuda is None:
             options = build.working(options)
-    if options.cuda:
-        say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
-    folder = build.build(options, names, jobs, force)
+        if options.cuda:
+            say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
+        folder = build.build(options, names, jobs, force)
     if env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')

@@ -13,12 +13,11 @@ from pyorch.attention import saved
 from pyorch.attention.spec import DEFAULT_RATIO, SHADOWS, AttentionSpec, ratio_text
 from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
-from pyorch.cli.loading import model_path, open_session
+from pyorch.cli.loading import find_model, model_path, open_session
 from pyorch.cli.terminal import note
 from pyorch.cli.types import File, Name, Number, Ratio
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
-from pyorch.models.gguf_file import read_gguf
 from pyorch.progress import progress_bar, say
 
 WIDTH = 40  # characters of the widest bar
@@ -72,10 +71,7 @@ class SearchOptions:
 @click.option("--show", is_flag=True, help="Show the result of an earlier run.")
 @opt.verbose_option
 def command(
-    model: opt.ModelOptions,
-    context: SearchContext,
-    wanted: SearchOptions,
-    show: bool,
+    model: opt.ModelOptions, context: SearchContext, wanted: SearchOptions, show: bool
 ) -> None:
     """Measure which k and rank each layer needs, and keep the result.
 
@@ -83,48 +79,43 @@ def command(
     `--budget calibrated` and `--budget top-p`. An interrupted run continues where it stopped.
     """
     if wanted.ratio == 1:
-        raise SparqError(
-            "ratio 1 is dense attention, which has no k and no rank", "--ratio 1/8", exit_code=2
-        )
-    path = model_path(model.model, model.yes)
-    if not show:
-        note(f"kept in {saved.save(path, _search(path, model, context, wanted))}", "dim")
+        raise SparqError("ratio 1 is dense, without k and rank", "--ratio 1/8", exit_code=2)
+    if show:
+        path = model_path(model.model, model.yes)
+    else:
+        file = find_model(model.model, model.yes)
+        path, model = file.path, replace(model, model=str(file.path))
+        result = _search(model, context, wanted, file.n_bytes)
+        note(f"kept in {saved.save(path, result)}", "dim")
     _print(saved.find(path, wanted.ratio, wanted.shadow))
 
 
 def _search(
-    path: Path, model: opt.ModelOptions, context: SearchContext, wanted: SearchOptions
+    model: opt.ModelOptions, context: SearchContext, wanted: SearchOptions, n_bytes: int
 ) -> saved.Result:
     from pyorch.calibrate import search
     from pyorch.evals.texts import read_texts
 
-    n_contexts, n_tokens = sizes(read_gguf(path).n_bytes)
-    n_contexts, n_tokens = wanted.contexts or n_contexts, wanted.tokens or n_tokens
+    # the size decides, not a clock, so that an interrupted run continues with the same numbers
+    sizes = next((n, tokens) for most, n, tokens in SIZES if n_bytes < most)
+    n_contexts, n_tokens = wanted.contexts or sizes[0], wanted.tokens or sizes[1]
     search.check_contexts(n_contexts)
     demo = paths.data("models") / "demo"
     bundled = [demo / "document.txt", demo / "story.txt"]
     text = "\n\n".join(read_texts([Path(wanted.text)] if wanted.text else bundled))
-    context = replace(context, ctx=context.ctx or N_CTX)
-    named = replace(model, model=str(path))
-    with open_session(named, None, context, opt.LoadOptions(), n_contexts) as session:
+    n_pos = context.ctx or N_CTX
+    context, load = replace(context, ctx=n_pos), opt.LoadOptions()
+    with open_session(model, None, context, load, n_contexts) as session:
         return search.run(
             session,
             text,
             ratio=wanted.ratio,
             shadow=wanted.shadow,
-            n_pos=context.ctx or N_CTX,
+            n_pos=n_pos,
             n_contexts=n_contexts,
             n_tokens=n_tokens,
             bar=partial(progress_bar, off_terminal=say),
         )
-
-
-def sizes(n_bytes: int) -> tuple[int, int]:
-    """The numbers of contexts and of tokens in each, with which a model of this size takes minutes.
-
-    The size decides, not a clock, so that an interrupted run continues with the same numbers.
-    """
-    return next((contexts, tokens) for most, contexts, tokens in SIZES if n_bytes < most)
 
 
 def _print(result: saved.Result) -> None:

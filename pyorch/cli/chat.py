@@ -17,7 +17,7 @@ import click
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
-from pyorch.cli import chat_documents, streams
+from pyorch.cli import conversation, streams
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import LEFT_FREE, Chat
 from pyorch.cli.loading import model_title, open_session
@@ -97,13 +97,13 @@ def command(
     Replies go to stdout; with --json each is one line of JSON.
     """
     streams.stdin()  # what is wrong is refused before a model is loaded
-    chat_documents.limit()
+    conversation.limit()
     spec = attention.spec()
     if resume and document_names:
         raise SparqError("--resume cannot be combined with --document", "give one of them", 2)
     messages = _resume(resume) if resume else []
-    documents = chat_documents.load_all(document_names, system)
-    saved = chat_documents.saved_beside(resume) if resume else []
+    documents = conversation.load_all(document_names, system)
+    saved = conversation.saved_beside(resume) if resume else []
     if system:  # it replaces the system message of a resumed conversation
         messages = [m for m in messages if m["role"] != "system"]
         messages.insert(0, {"role": "system", "content": system})
@@ -125,9 +125,9 @@ def command(
             keeps=not no_keep,
         )
         for document in saved:
-            chat_documents.go_on(chat, document)
+            conversation.go_on(chat, document)
         if documents:
-            chat_documents.open_in(chat, documents[0])
+            conversation.open_in(chat, documents[0])
         note_system(template, chat.messages)
         _loop(chat)
 
@@ -217,14 +217,14 @@ def _run_command(chat: Chat, line: str) -> bool:
     if "\0" in line:
         raise SparqError("the command contains NUL bytes", "is the input UTF-8?", exit_code=2)
     if name in ("/read", "/ratio", "/save") and not argument:
-        value = "a ratio" if name == "/ratio" else "a file name"
-        raise SparqError(f"{name} needs {value}", f"{name} 1/4, or {name} FILE: see /help", 2)
+        value = "1/4" if name == "/ratio" else "FILE"
+        raise SparqError(f"{name} needs something after it", f"{name} {value}", 2)
     if name == "/help":
         note(HELP.format(cache=paths.cache()))
     elif name == "/read":
-        chat_documents.read(chat, paths.expanded(argument))
+        conversation.read(chat, paths.expanded(argument))
     elif name == "/document":
-        chat_documents.choose(chat, argument)
+        conversation.choose(chat, argument)
     elif name == "/stats":
         _print_stats(chat)
     elif name == "/clear":
@@ -273,7 +273,7 @@ def _save(chat: Chat, name: str) -> None:
         # what UTF-8 cannot have becomes an escape of JSON
         partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     if with_kv and chat.session.tokens:
-        chat_documents.save_beside(chat, path)
+        conversation.save_beside(chat, path)
     note(f"{len(chat.messages)} messages written to {path}", "dim")
 
 
@@ -309,7 +309,7 @@ def _reply(chat: Chat, text: str) -> None:
     chat.summary = summary_of(chat.session)
     if reply or finish != "interrupted":
         chat.messages.append({"role": "assistant", "content": reply})
-        chat_documents.keep(chat)
+        conversation.keep(chat)
     else:  # it was stopped during prefill
         chat.messages, chat.read, chat.text = before
     if chat.as_json:
@@ -360,7 +360,7 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
         _interruptible(chat.interactive) as stopped,
         progress_bar("reading", of="tokens") as progress,
     ):
-        chat_documents.keep_first(chat, prompt, progress, stopped)
+        conversation.keep_first(chat, prompt, progress, stopped)
         pieces = engine.generate(
             chat.session,
             prompt,

@@ -57,13 +57,13 @@ def shares(
     every = [("here", True, available_memory())]
     every += [(w.endpoint, machines.runs_sparse(engine.library(), w), w.free) for w in workers]
     held, used = (layer_weights(file, p.geo.n_layer, x) for x in (False, True))
-    out = []
+    result = []
     layers = split_layers(p.geo.n_layer, parts, n_gpu_layers)
     for (name, sparse, free), part in zip(every, layers, strict=True):
         heads = tuple(n if il in part else 0 for il, n in enumerate(p.geo.n_head_kv))
         own = replace(p, geo=replace(p.geo, n_head_kv=heads))
         costs = (c.bytes_read if sparse else c.bytes_dense for c in p.layers if c.il in part)
-        out.append(
+        result.append(
             Share(
                 name,
                 part,
@@ -75,15 +75,15 @@ def shares(
                 read=sum(used[il] for il in part) + sum(costs),
             )
         )
-    return out
+    return result
 
 
-def show(found: Sequence[Share]) -> None:
+def show(shares: Sequence[Share]) -> None:
     """Print them as a table."""
     print("\n  machines, and what a token reads there")
     head = ("weights", "cache", "shadow", "free", "reads")
     print(f"  {'':<22}{'layers':>8}" + "".join(f"{x:>11}" for x in head))
-    for x in found:
+    for x in shares:
         run = f"{x.layers.start}-{x.layers.stop - 1}" if x.layers else "none"
         sizes = (x.weights, x.cache, x.shadow, x.free, x.read)
         row = f"  {x.machine:<22}{run:>8}" + "".join(f"{human_bytes(n):>11}" for n in sizes)

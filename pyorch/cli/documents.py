@@ -40,7 +40,8 @@ def list_command(folder: str | None, as_json: bool) -> None:
     if folder and not Path(folder).is_dir():
         raise SparqError(f"{folder}: no such folder")
     documents, broken = [], []
-    for path in document_file.known(*([Path(folder)] if folder else document_file.folders())):
+    places = [Path(folder)] if folder else document_file.folders()
+    for path in document_file.documents_in(*places):
         try:
             documents.append(document_file.load(path, whole=False))
         except SparqError as error:

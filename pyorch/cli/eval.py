@@ -132,7 +132,7 @@ class ExampleOptions:
 
 @command.command("run")
 @click.argument("names", metavar="[TASK]...", nargs=-1)
-@takes(wanted=MethodOptions)
+@takes(options=MethodOptions)
 @opt.load_options
 @takes(examples=ExampleOptions)
 @click.option(
@@ -148,7 +148,7 @@ class ExampleOptions:
 )
 def run(
     names: tuple[str, ...],
-    wanted: MethodOptions,
+    options: MethodOptions,
     load: opt.LoadOptions,
     examples: ExampleOptions,
     out: str | None,
@@ -170,11 +170,11 @@ def run(
     """
     from pyorch import evals
 
-    if wanted.listed:
+    if options.listed:
         _list(evals.find(names) if names else list(evals.tasks().values()))
         return
     tasks = evals.find(names)
-    name = wanted.model
+    name = options.model
     if not name:
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
@@ -185,22 +185,22 @@ def run(
 
     document = _document(examples, tasks)
     if document:
-        wanted, load = _for_document(document, wanted, load)
-    methods, setup = _methods(wanted), _setup(wanted, examples)
+        options, load = _for_document(document, options, load)
+    methods, setup = _methods(options), _setup(options, examples)
     data = _data(examples.data, tasks)
-    options: SessionOptions = {"n_ctx": wanted.ctx, "n_threads": wanted.threads}
-    options |= {"type_k": load.cache.cache_type_k, "type_v": load.cache.cache_type_v}
-    options |= {"n_away": layers_away(load.rpc.workers, load.n_gpu_layers)}
-    options |= {"rope": load.rope.settings()}
-    file, _ = prepare(name, wanted.yes, options)
+    session: SessionOptions = {"n_ctx": options.ctx, "n_threads": options.threads}
+    session |= {"type_k": load.cache.cache_type_k, "type_v": load.cache.cache_type_v}
+    session |= {"n_away": layers_away(load.rpc.workers, load.n_gpu_layers)}
+    session |= {"rope": load.rope.settings()}
+    file, _ = prepare(name, options.yes, session)
     if document:
         setup["document"], _ = document_file.content(document)
     plan = evaluate.EvalPlan(
-        file.path, tasks, methods, wanted.n, setup, data, options, placement(load), document
+        file.path, tasks, methods, options.n, setup, data, session, placement(load), document
     )
     folder = Path(out or Path("sparq-eval") / file.path.stem)
     note_if_busy()
-    note_if_beyond(wanted.ctx, geometry(file).n_ctx_train)
+    note_if_beyond(options.ctx, geometry(file).n_ctx_train)
     with (
         progress_bar("making the examples") as making,
         progress_bar("eval", off_terminal=say) as progress,
@@ -229,21 +229,21 @@ def _document(examples: ExampleOptions, tasks: Sequence[Task]) -> Document | Non
 
 
 def _for_document(
-    document: Document, wanted: MethodOptions, load: opt.LoadOptions
+    document: Document, options: MethodOptions, load: opt.LoadOptions
 ) -> tuple[MethodOptions, opt.LoadOptions]:
     """The options with the room and the types that a document needs, where none were given."""
     from pyorch.evals import repetition
 
     if not given_on_command_line(["ctx"]):
-        wanted = replace(wanted, ctx=-(-(document.n_tokens + repetition.ROOM) // 64) * 64)
+        options = replace(options, ctx=-(-(document.n_tokens + repetition.ROOM) // 64) * 64)
     if not given_on_command_line(["cache_type_k", "cache_type_v"]):
         type_k, type_v = document.types
         cache = replace(load.cache, cache_type_k=type_k, cache_type_v=type_v)
         load = replace(load, cache=cache)
-    return wanted, load
+    return options, load
 
 
-def _methods(wanted: MethodOptions) -> list[Method]:
+def _methods(options: MethodOptions) -> list[Method]:
     """Returns the methods; one that leaves k or rank to a ratio, and has none in its line, is
     repeated at each ratio.
 
@@ -253,11 +253,11 @@ def _methods(wanted: MethodOptions) -> list[Method]:
     from pyorch import policies
 
     out: list[Method] = []
-    unused = bool(wanted.ratio and given_on_command_line(["ratio"]))
-    for text in wanted.methods or METHODS:
+    unused = bool(options.ratio and given_on_command_line(["ratio"]))
+    for text in options.methods or METHODS:
         method = policies.parse(text)
-        if wanted.ratio and method.takes_ratio and not line.has_setting(text, "ratio"):
-            out += [method.at_ratio(r) for r in wanted.ratio]
+        if options.ratio and method.takes_ratio and not line.has_setting(text, "ratio"):
+            out += [method.at_ratio(r) for r in options.ratio]
             unused = False
         else:
             out.append(method)
@@ -267,7 +267,7 @@ def _methods(wanted: MethodOptions) -> list[Method]:
             "-a sparq or -a topk takes it",
             exit_code=2,
         )
-    if not wanted.exact:
+    if not options.exact:
         return out
     return [  # methods in Python have no bounds
         replace(m, min_ctx=EXACT["min_ctx"], min_k=EXACT["min_k"])
@@ -277,14 +277,14 @@ def _methods(wanted: MethodOptions) -> list[Method]:
     ]
 
 
-def _setup(wanted: MethodOptions, examples: ExampleOptions) -> dict[str, object]:
+def _setup(options: MethodOptions, examples: ExampleOptions) -> dict[str, object]:
     """The fields of `evals.task.Setup`, except those that belong to a task."""
     from pyorch.evals.texts import read_texts
 
     books = [Path(t) for t in examples.text] or [paths.data("models") / "demo" / "document.txt"]
     return {
-        "ctx": wanted.ctx,
-        "seed": wanted.seed,
+        "ctx": options.ctx,
+        "seed": options.seed,
         "texts": read_texts(books),
         "chat": examples.chat,
         "confusion": None if examples.confusion == "fit" else examples.confusion,

@@ -45,7 +45,7 @@ class Machines(opt.RpcOptions):
     """The other machines, and how many layers they hold together; or the GPU of this one."""
 
     n_gpu_layers: int | None = opt.gpu_option("on the workers of --rpc")
-    kv_offload: bool | None = opt.kv_option("and in memory: both are told")
+    kv_offload: bool | None = opt.kv_option()
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def command(
         more: dict[str, object] = {"machines": [x.json() for x in shares]} if shares else {}
         more |= {"gpu": asdict(room)} if room else {}
         lengths = [_length(x, rate, free) for x in rows]
-        of_memory = {"bandwidth": rate, "threads": threads, **_times(p, rate)}
+        of_memory = {"bandwidth": rate, "threads": threads, **p.times(rate)}
         print_json({**p.json(), **of_memory, "lengths": lengths, **more})
         return
     _print(p, rate, threads)
@@ -128,12 +128,7 @@ def command(
         cluster.show(shares)
     if room:
         gpu.show(room, len(p.layers))
-    _print_lengths(rows, free)
-
-
-def _times(p: Prediction, rate: float) -> dict[str, float]:
-    """The least seconds of a token, if so many bytes per second are read."""
-    return {"token_s_dense": (p.weights + p.dense) / rate, "token_s": (p.weights + p.read) / rate}
+    _print_lengths(rows, rate, free)
 
 
 def _length(p: Prediction, rate: float, free: int) -> dict[str, object]:
@@ -142,7 +137,7 @@ def _length(p: Prediction, rate: float, free: int) -> dict[str, object]:
         "memory": p.memory,
         "fits": p.memory <= free,
         "beyond_training": 0 < p.geo.n_ctx_train < p.n_pos,
-        **_times(p, rate),
+        **p.times(rate),
         "attention_share": p.share,
         "attention_read": p.read / p.dense,
         "speedup": p.speedup,
@@ -191,7 +186,7 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
     print(f"  memory bandwidth            {rate / 1e9:.1f} GB/s, as measured with {many}")
     limits = f"attention {p.dense / p.read:.2f}x, whole token {p.speedup:.2f}x"
     print(f"  limit of the speed-up       {limits}")
-    dense, token = (f"{1000 * seconds:.2f} ms" for seconds in _times(p, rate).values())
+    dense, token = (f"{1000 * seconds:.2f} ms" for seconds in p.times(rate).values())
     print(f"  token time at that limit    {token}, dense {dense}")
 
 
@@ -223,13 +218,15 @@ def _runs(layers: Sequence[cost.LayerCost]) -> list[list[cost.LayerCost]]:
     return [list(run) for _, run in same]
 
 
-def _print_lengths(rows: Sequence[Prediction], free: int) -> None:
+def _print_lengths(rows: Sequence[Prediction], rate: float, free: int) -> None:
     print(f"\n  lengths, with {human_bytes(free)} of memory free")
-    print(f"  {'positions':>9}{'memory':>10}{'K and V':>9}{'read':>7}{'speed-up':>10}")
+    head = f"{'positions':>9}{'memory':>10}{'K and V':>9}{'dense':>12}{'token':>12}{'speed-up':>10}"
+    print(f"  {head}")
     for p in rows:
-        shares = f"{100 * p.share:>7.0f} %{100 * p.read / p.dense:>5.0f} %"
+        times = "".join(f"{1000 * seconds:>9.1f} ms" for seconds in p.times(rate).values())
         why = ["does not fit"] * (p.memory > free)
         why += ["beyond the training"] * (0 < p.geo.n_ctx_train < p.n_pos)
-        row = f"  {p.n_pos:>9}{human_bytes(p.memory):>10}{shares}{p.speedup:>9.2f}x"
+        row = f"  {p.n_pos:>9}{human_bytes(p.memory):>10}{100 * p.share:>7.0f} %{times}"
+        row += f"{p.speedup:>9.2f}x"
         print(f"{row}  {', '.join(why)}".rstrip())
-    print("  (K and V: of what a dense token reads; speed-up: at most, by the bytes of a token)")
+    print("  (limits, by the bytes of a token; K and V: their share of a dense one)")

@@ -37,14 +37,14 @@ def list_command(as_json: bool) -> None:
 
     known = [cards.load(name) for name in cards.names()]
     cached = cache.models(note)
-    here = [m for m in cached if m.complete]
-    left: dict[str, int] = {}
+    whole = [m for m in cached if m.complete]
+    unfinished: dict[str, int] = {}
     for m in cached:
         if not m.complete:
-            left[m.repo] = left.get(m.repo, 0) + m.n_bytes
+            unfinished[m.repo] = unfinished.get(m.repo, 0) + m.n_bytes
     if as_json:
-        rows = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in here]
-        print_json({"models": [*map(asdict, known)], "cached": rows, "unfinished": left})
+        rows = [{"repo": m.repo, "name": m.name, "bytes": m.n_bytes} for m in whole]
+        print_json({"models": [*map(asdict, known)], "cached": rows, "unfinished": unfinished})
         return
     width = max(len(c.name) for c in known) + 2
     arch = max(len(c.architecture) for c in known) + 1
@@ -55,16 +55,16 @@ def list_command(as_json: bool) -> None:
     for c in known:
         files = c.known_files
         size = human_bytes(files[0].n_bytes) if files else "~" + human_bytes(c.file_bytes)
-        mine = sum(m.n_bytes for m in here if m.repo == c.source)
+        mine = sum(m.n_bytes for m in whole if m.repo == c.source)
         state = human_bytes(mine) if mine else "-" if c.source else "to convert"
         rest = f"{human_bytes(c.kv_bytes):<9}{c.settings or 'stays dense':<17}{state}"
         print(f"{c.name:<{width}}{c.architecture:<{arch}}{size:>9}{c.n_ctx:>9}  {rest}")
-    others = [m for m in here if m.repo not in {c.source for c in known}]
+    others = [m for m in whole if m.repo not in {c.source for c in known}]
     if others:
         print("\nalso here")
     for m in others:
         print(f"{m.spec:<82}{human_bytes(m.n_bytes)}")
-    for repo, n_bytes in left.items():
+    for repo, n_bytes in unfinished.items():
         note(f"unfinished: {human_bytes(n_bytes)} of {repo}; pull it again, or models rm")
     if written := synth.written():
         n_bytes = sum(path.stat().st_size for path in written)
@@ -172,10 +172,10 @@ def rm_command(spec: str, yes: bool) -> None:
         raise SparqError(f"{spec} is a file of yours", "rm removes from the hub's cache only", 2)
     if named.card and ":" not in spec:
         named = replace(named, quant="")
-    here = [m for m in cache.models(note) if m.repo == named.repo]
-    chosen = [m for m in here if pull.is_named(named, m.name)]
+    cached = [m for m in cache.models(note) if m.repo == named.repo]
+    chosen = [m for m in cached if pull.is_named(named, m.name)]
     if not chosen:
-        hint = ", ".join(m.spec for m in here) or "sparq-cpp models list shows what is"
+        hint = ", ".join(m.spec for m in cached) or "sparq-cpp models list shows what is"
         raise SparqError(f"{spec} is not in the cache", hint)
     n_bytes = sum(m.n_bytes for m in chosen)
     what = f"{', '.join(m.name for m in chosen)} of {named.repo} ({human_bytes(n_bytes)})"
@@ -186,7 +186,7 @@ def rm_command(spec: str, yes: bool) -> None:
 def _rm_synthetic(yes: bool) -> None:
     from pyorch.models import synth
 
-    found = synth.written()
-    if not found:
+    files = synth.written()
+    if not files:
         raise SparqError("there is no synthetic model", "`sparq-cpp bench` writes them")
-    remove_files(found, f"{len(found)} synthetic models", yes)
+    remove_files(files, f"{len(files)} synthetic models", yes)

@@ -162,7 +162,7 @@ def gpu_option(where: str = "on the GPU, or on the workers of --rpc") -> Any:
     )
 
 
-def kv_option(default: str = "of as many layers as fit, and a note says of how many") -> Any:
+def kv_option(default: str = "for as many layers as fit, and a note says of how many") -> Any:
     return option(
         "-kvo/-nkvo",
         "--kv-offload/--no-kv-offload",

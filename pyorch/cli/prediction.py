@@ -22,10 +22,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """A context of `n_pos` positions, and a token after it. Sizes are in bytes; the speed-ups are
-    limits: of a program that does nothing but read.
+    """A context of `n_pos` positions, and the token after it. Sizes are in bytes. Speed-ups and
+    times are limits: they hold for a program that does nothing but read.
 
-    types: those of K and V in the cache.
+    types: of K and V in the cache.
     """
 
     geo: Geometry
@@ -40,33 +40,33 @@ class Prediction:
 
     @property
     def read(self) -> int:
-        """Those of K, V and the transposed K that a token reads."""
+        """What a token reads of K, V and the transposed K."""
         return sum(c.bytes_read for c in self.layers)
 
     @property
     def dense(self) -> int:
-        """Those of K and V that dense attention reads."""
+        """What a token of dense attention reads of K and V."""
         return sum(c.bytes_dense for c in self.layers)
 
     @property
     def counted(self) -> tuple[int, int]:
-        """`read` and `dense` of the layers that /stats counts."""
+        """`read` and `dense`, of the layers that /stats counts alone."""
         ours = [c for c in self.layers if c.ours]
         return sum(c.bytes_read for c in ours), sum(c.bytes_dense for c in ours)
 
     @property
     def weights(self) -> int:
-        """Those of the weights that a token reads."""
+        """What a token reads of the weights."""
         return self.geo.weight_bytes_per_token
 
     @property
     def share(self) -> float:
-        """That of K and V in what a dense token reads."""
+        """The share of K and V in what a dense token reads."""
         return self.dense / (self.weights + self.dense)
 
     @property
     def speedup(self) -> float:
-        """That of a whole token."""
+        """The speed-up of a whole token."""
         return (self.weights + self.dense) / (self.weights + self.read)
 
     @property
@@ -81,8 +81,13 @@ class Prediction:
 
     @property
     def memory(self) -> int:
-        """The memory of all of it."""
+        """The memory of weights, K, V and the transposed K."""
         return self.geo.weight_bytes + self.cache + self.shadow
+
+    def times(self, rate: float) -> dict[str, float]:
+        """The seconds of a token where `rate` bytes per second are read."""
+        dense, read = self.weights + self.dense, self.weights + self.read
+        return {"token_s_dense": dense / rate, "token_s": read / rate}
 
     def uses_mean_v(self, c: cost.LayerCost) -> bool:
         return cost.uses_mean_v(self.spec) and not c.split.dense
@@ -111,9 +116,9 @@ class Prediction:
         }
 
     def _layer(self, c: cost.LayerCost) -> dict[str, object]:
-        row = {"il": c.il, "n_head": c.n_head, "n_head_kv": c.n_head_kv, **asdict(c.split)}
-        row["mean_v"] = self.uses_mean_v(c)
-        return {**row, "bytes_dense": c.bytes_dense, "bytes_read": c.bytes_read, "counted": c.ours}
+        row = asdict(c)
+        row |= row.pop("split") | {"counted": row.pop("ours")}
+        return {**row, "mean_v": self.uses_mean_v(c)}
 
 
 def layer_kinds(geo: Geometry) -> dict[str, int]:

@@ -64,9 +64,7 @@ def command(server: ListenOptions) -> None:
     argv = [str(folder / system.program(PROGRAM)), "--host", address, "--port", str(server.port)]
     argv += ["--threads", str(server.threads or usable_cores())]
     argv += ["--cache"] * server.cache
-    env = {k: v for k, v in os.environ.items() if k != "GGML_RPC_DEBUG"}
-    env |= native.waiting()
-    with Child(argv, env, lambda line: None, shows_log()) as child:
+    with Child(argv, os.environ | native.waiting(), lambda line: None, shows_log()) as child:
         everywhere = address == "0.0.0.0"  # which Windows connects nobody to
         endpoint = f"{'127.0.0.1' if everywhere else server.host}:{server.port}"
         if child.wait_ready(lambda: machines.answers(endpoint), "starting"):

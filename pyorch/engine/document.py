@@ -87,7 +87,6 @@ def read_document(
     *,
     force: bool = False,
     progress: Progress = silent,
-    should_stop: Callable[[], bool] | None = None,
 ) -> Document:
     """Read a text and write it to a document. What an earlier, interrupted call has read of the
     same text is not read again; `progress` then begins there.
@@ -115,15 +114,8 @@ def read_document(
         while n < len(tokens):
             piece = tokens[n : n + step]
             progress(n, len(tokens))
-            prefill(
-                session,
-                piece,
-                progress=lambda done, _: progress(len(session.tokens), len(tokens)),
-                should_stop=should_stop,
-                ends=False,
-            )
-            if len(session.tokens) < n + len(piece):
-                raise KeyboardInterrupt  # should_stop said so
+            done = lambda *_: progress(len(session.tokens), len(tokens))  # noqa: E731
+            prefill(session, piece, progress=done, ends=False)
             _write_rows(session, path, fd, header, n, n + len(piece))
             n += len(piece)
             os.fsync(fd)
@@ -239,7 +231,7 @@ def kept_path(session: Session, reading: Reading, template: ChatTemplate | None 
 
 def make_room(limit: int) -> None:
     """Remove what `/read` has kept, the longest unused first, until it takes `limit` bytes."""
-    kept = document_file.known(paths.kept_texts())
+    kept = document_file.documents_in(paths.kept_texts())
     used = sorted(((p.stat().st_mtime, p.stat().st_size, p) for p in kept), reverse=True)
     total = 0
     for _, n_bytes, path in used:

@@ -286,7 +286,7 @@ def folders() -> tuple[Path, Path]:
     return paths.documents(), paths.kept_texts()
 
 
-def known(*where: Path) -> list[Path]:
+def documents_in(*places: Path) -> list[Path]:
     """The documents in these folders, by name; those included that are not whole."""
-    files = (p for folder in where if folder.is_dir() for p in folder.iterdir())
+    files = (p for folder in places if folder.is_dir() for p in folder.iterdir())
     return sorted(p for p in files if p.name.endswith((SUFFIX, f"{SUFFIX}.partial")))

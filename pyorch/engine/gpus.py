@@ -19,7 +19,7 @@ class Gpu:
     device: int  # llama.cpp's pointer
 
 
-def gpus(found: Library) -> list[Gpu]:
+def gpus(library: Library) -> list[Gpu]:
     """Those that llama.cpp puts layers on. `SPARQ_GPU_LIMIT` (bytes) is free at most on each.
 
     Raises:
@@ -28,11 +28,11 @@ def gpus(found: Library) -> list[Gpu]:
     limit = os.environ.get("SPARQ_GPU_LIMIT") or str(2**63)
     if not limit.isdecimal():
         raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}, not a number of bytes", exit_code=2)
-    ggml = found.lib._lib
+    ggml = library.lib._lib
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
     ggml.ggml_backend_dev_memory.argtypes = [pointer, ctypes.POINTER(size), ctypes.POINTER(size)]
     res = []
-    for device in found.gpu_devices(shared=False):
+    for device in library.gpu_devices(shared=False):
         free, total = size(), size()
         ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
         name = ggml.ggml_backend_dev_description(device).decode(errors="replace")

@@ -61,7 +61,7 @@ def load(
     Raises:
         SparqError: something is wrong with the file, the sizes or the library.
     """
-    place: Any = {k: v for k, v in options.items() if k in Placement.__annotations__}
+    place: Any = {k: v for k, v in options.items() if k in Placement.__optional_keys__}
     of_session: Any = {k: v for k, v in options.items() if k not in place}
     away = layers_away(place.get("workers", ()), place.get("n_gpu_layers"))
     of_session.setdefault("n_away", away)

@@ -53,8 +53,8 @@ def reach(host: str) -> str:
     """Who may be between us and this address: `loopback`, nobody; `private`, our own network;
     `public`, anybody. A name that is not known is `public`."""
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-        address = ipaddress.ip_address(str(found[0][4][0]))
+        names = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        address = ipaddress.ip_address(str(names[0][4][0]))
     except (OSError, UnicodeError, ValueError):
         return "public"
     if address.is_loopback:
@@ -121,18 +121,18 @@ def _answer(stream: BufferedRWPair, command: int, request: bytes, n_answer: int)
 # ---- in the library of this process ----
 
 
-def sparse_version(found: Library) -> int:
+def sparse_version(library: Library) -> int:
     """The byte with which a worker of this library greets; 0 for a stock library."""
-    call = getattr(found.lib._lib, "ggml_sparse_rpc_own_version", None)
+    call = getattr(library.lib._lib, "ggml_sparse_rpc_own_version", None)
     return int(call()) & 0xFF if call else 0
 
 
-def runs_sparse(found: Library, worker: Worker) -> bool:
+def runs_sparse(library: Library, worker: Worker) -> bool:
     """Whether a worker runs sparse attention as this library builds it."""
-    return worker.sparse_version != 0 and worker.sparse_version == sparse_version(found)
+    return worker.sparse_version != 0 and worker.sparse_version == sparse_version(library)
 
 
-def on_loss(found: Library, endpoints: Sequence[str], end: Callable[[str], NoReturn]) -> None:
+def on_loss(library: Library, endpoints: Sequence[str], end: Callable[[str], NoReturn]) -> None:
     """Have `end` called with the reason, in one line, when llama.cpp is about to abort the program,
     as it does when a worker is lost.
 
@@ -147,9 +147,9 @@ def on_loss(found: Library, endpoints: Sequence[str], end: Callable[[str], NoRet
         if b"RPC" in text:
             end("the connection to a worker was lost")
 
-    found.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(ending)  # kept alive
-    found.lib._lib.ggml_set_abort_callback.restype = ctypes.c_void_p
-    found.lib._lib.ggml_set_abort_callback(found.on_abort)
+    library.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(ending)  # kept alive
+    library.lib._lib.ggml_set_abort_callback.restype = ctypes.c_void_p
+    library.lib._lib.ggml_set_abort_callback(library.on_abort)
 
 
 def _listens(endpoint: str) -> bool:
@@ -173,14 +173,14 @@ def check_split(tensor_split: Sequence[float], n: int) -> None:
         )
 
 
-def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
+def devices(library: Library, endpoints: Sequence[str]) -> list[int]:
     """Pointers to the devices of these workers, which are connected to on first use. The library is
     not told of them: it would put layers of any other model there, too.
 
     Raises:
         SparqError: a worker cannot be reached, or the library has no RPC.
     """
-    ggml, pointer = found.lib._lib, ctypes.c_void_p
+    ggml, pointer = library.lib._lib, ctypes.c_void_p
     if not hasattr(ggml, "ggml_backend_rpc_add_server"):
         raise SparqError("this library has no RPC", "sparq-cpp build --force")
     for name, result, arguments in (
@@ -192,12 +192,12 @@ def devices(found: Library, endpoints: Sequence[str]) -> list[int]:
         function.restype, function.argtypes = result, arguments
     res: list[int] = []
     for endpoint in endpoints:
-        if endpoint not in found.workers:  # it would not answer beside a connection
+        if endpoint not in library.workers:  # it would not answer beside a connection
             ask(endpoint)
         worker = ggml.ggml_backend_rpc_add_server(endpoint.encode())
         if not worker:
             raise SparqError(f"the worker at {endpoint} has no devices", "restart it")
-        found.workers.add(endpoint)
+        library.workers.add(endpoint)
         n = ggml.ggml_backend_reg_dev_count(worker)
         res += [ggml.ggml_backend_reg_dev_get(worker, i) for i in range(n)]
     return res

@@ -172,11 +172,7 @@ class Session:
                 lambda t, ask, _: watch.node(t, ask)
             )  # kept alive with the context
             params.cb_eval = self._on_node
-        with (
-            self.library.call() as call,
-            sparse.environment_ignored(self.lib),
-            sparse.kv_in_memory(self.kv_in_memory),
-        ):
+        with self.library.call() as call, sparse.environment(self.kv_in_memory):
             ctx = self.lib.llama_init_from_model(self.model.handle, params)
         if ctx and call.came:
             self.lib.llama_free(ctx)

@@ -112,27 +112,13 @@ def set_spec(lib: ModuleType, ctx: int | None, spec: AttentionSpec) -> None:
 
 
 @contextmanager
-def environment_ignored(lib: ModuleType) -> Iterator[None]:
-    """While this is active, contexts that this thread makes ignore SPARQ_ATTN."""
-    if not is_ours(lib):
-        yield
-        return
-    call = function(lib, "llama_sparse_attn_default", ctypes.c_int32, _TEXT)
-    call(b"off")
+def environment(kv_in_memory: Sequence[int]) -> Iterator[None]:
+    """While this is active, new contexts ignore SPARQ_ATTN, and keep K and V of these layers in
+    memory, and no others but those whose weights are there."""
+    values = {"SPARQ_ATTN": "", "SPARQ_KV_IN_MEMORY": ",".join(map(str, kv_in_memory))}
+    before = {name: os.environ.get(name, "") for name in values}  # "" says nothing
+    os.environ.update(values)
     try:
         yield
     finally:
-        call(None)
-
-
-@contextmanager
-def kv_in_memory(layers: Sequence[int]) -> Iterator[None]:
-    """While this is active, new contexts keep K and V of these layers in memory, and no others but
-    those whose weights are there."""
-    name = "SPARQ_KV_IN_MEMORY"
-    before = os.environ.get(name, "")  # an empty one names no layer
-    os.environ[name] = ",".join(map(str, layers))
-    try:
-        yield
-    finally:
-        os.environ[name] = before
+        os.environ.update(before)

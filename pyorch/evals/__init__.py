@@ -47,11 +47,11 @@ def find(names: Sequence[str]) -> list[Task]:
     known = tasks()
     if not names:
         return [t for t in known.values() if not t.data]
-    found: dict[str, Task] = {}
+    chosen: dict[str, Task] = {}
     for name in names:
-        here = {k: t for k, t in known.items() if name in (k, t.family)}
-        if not here:
+        family = {k: t for k, t in known.items() if name in (k, t.family)}
+        if not family:
             families = {t.family for t in known.values() if t.family}
             raise nearest("task", name, (*known, *sorted(families)))
-        found |= here
-    return list(found.values())
+        chosen |= family
+    return list(chosen.values())

@@ -99,14 +99,14 @@ def _download(name: str) -> list[Path]:
         raise SparqError(f"there is no download of the {name} data", f"--data {name}=FILE")
     repo, pattern = HUB[name]
     try:
-        found = pull.find_files(pull.Spec(repo, kind="dataset"), (pattern,), say)
-        if not found.complete:
-            say(f"{repo}: {human_bytes(found.missing_bytes)} to download")
-        found = pull.fetch(found, say)
+        files = pull.find_files(pull.Spec(repo, kind="dataset"), (pattern,), say)
+        if not files.complete:
+            say(f"{repo}: {human_bytes(files.missing_bytes)} to download")
+        files = pull.fetch(files, say)
     except SparqError as e:
         own = f"--data FILE: the {name} data as JSON, JSON lines or parquet"
         raise SparqError(e.message, "; or ".join([e.hint] * bool(e.hint) + [own])) from None
-    return [f.path for f in found.files if f.path]
+    return [f.path for f in files.files if f.path]
 
 
 def need(row: Row, keys: Sequence[str], what: str) -> list[Any]:
@@ -118,8 +118,8 @@ def need(row: Row, keys: Sequence[str], what: str) -> list[Any]:
     if isinstance(row, dict) and all(k in row for k in keys):
         return [row[k] for k in keys]
     content = f"a row of {', '.join(sorted(row))}" if isinstance(row, dict) else repr(row)
-    lacking = next(k for k in keys if not isinstance(row, dict) or k not in row)
-    raise SparqError(f"--data: {content[:99]} has no {lacking!r}", f"is this {what}?", exit_code=2)
+    missing = next(k for k in keys if not isinstance(row, dict) or k not in row)
+    raise SparqError(f"--data: {content[:99]} has no {missing!r}", f"is this {what}?", exit_code=2)
 
 
 def some(answers: Sequence[str], what: str) -> tuple[str, ...]:

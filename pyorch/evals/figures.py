@@ -19,22 +19,8 @@ from pyorch.evals.series import Series, by_setting
 from pyorch.policies import Method, parse
 
 CURVES, NEEDLE = "eval_curves", "eval_needle"
-_COLOURS = (
-    pictures.OURS,
-    pictures.OURS_2,
-    pictures.OURS_3,
-    "#ae3ec9",
-    "#c92a2a",
-    "#0c8599",
-    "#b7791f",
-    "#e64980",
-    "#5c7cfa",
-    "#74b816",
-    "#495057",
-    "#82c91e",
-    "#1098ad",
-    "#d6336c",
-)
+_COLOURS = [pictures.OURS, pictures.OURS_2, pictures.OURS_3, "#ae3ec9", "#c92a2a", "#0c8599"]
+_COLOURS += ["#b7791f", "#e64980", "#5c7cfa", "#74b816", "#495057", "#82c91e", "#1098ad", "#d6336c"]
 _LETTERS = 120  # of a legend below two panels
 _WIDTH = 32  # letters of a name above a heatmap
 _MARKS = "osD^vPX*<>hpd8"
@@ -44,13 +30,13 @@ _CAPTIONS = {
 }
 
 
-def draw(found: Sequence[Series], out: Path) -> list[Path]:
+def draw(series: Sequence[Series], out: Path) -> list[Path]:
     """Write eval_curves.svg, and eval_needle.svg if there are needles, each with a CSV.
 
     Raises:
         SparqError: there is nothing to draw, or matplotlib is missing.
     """
-    groups = by_setting(found)
+    groups = by_setting(series)
     needles = [g for g in groups if g[0].task == "needle"]
     try:
         written = [(CURVES, *curves(groups))] if any(len(g) > 1 for g in groups) else []
@@ -66,7 +52,7 @@ def draw(found: Sequence[Series], out: Path) -> list[Path]:
     for name, picture, rows, title in written:
         head = groups[0][0]
         about = f"{head.model}, {head.env['machine']['cpu']}. {_CAPTIONS[name]}"
-        about += table.about_state(found, [r for g in groups for r in table.rows(g)])
+        about += table.about_state(series, [r for g in groups for r in table.rows(g)])
         pictures.write(picture, rows, name, {"Title": title, "Description": about}, out)
         files.append(out / f"{name}.svg")
     return files
@@ -172,9 +158,9 @@ def needle_rows(group: Sequence[Series]) -> list[pictures.Row]:
         cells: dict[tuple[int, float], list[float]] = {}
         for about, score in zip(s.about, s.scores, strict=True):
             cells.setdefault((about["length"], about["depth"]), []).append(score)
-        for (length, depth), found in cells.items():
-            cell = {"length": length, "depth": depth, "found": float(np.mean(found))}
-            rows.append({"method": str(s.method), **cell, "n": len(found)})
+        for (length, depth), scores in cells.items():
+            cell = {"length": length, "depth": depth, "found": float(np.mean(scores))}
+            rows.append({"method": str(s.method), **cell, "n": len(scores)})
     return rows
 
 

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -35,7 +34,9 @@ T = TypeVar("T")
 
 
 def reader(method: Method) -> AttentionSpec:
-    """The attention that reads the prompts of a method."""
+    """The attention that reads the prompts of a method. `stock-fa0` reads its own."""
+    if method == STOCK_FA0:
+        return STOCK_FA0
     return method.of_prompt if isinstance(method, AttentionSpec) else EXACT
 
 
@@ -60,10 +61,6 @@ class Decoded(Generic[T]):
     counters: Mapping[str, int]
     seconds: float | None
     masses: Sequence[float]
-
-
-def _later(progress: Progress, before: int, total: int, done: int, _: int) -> None:
-    progress(before + done, total)
 
 
 class Runner:
@@ -91,18 +88,17 @@ class Runner:
         """
         self._document = document
         python = [m for m in methods if isinstance(m, Policy)]
+        native = [m for m in methods if not isinstance(m, Policy)]
         dense: engine.SessionOptions = {**options, "attention": "off"}
         with ExitStack() as opened:
             loaded = opened.enter_context(engine.load_model(model, **(placement or {})))
             self.session = loaded.session(**dense)  # it also tokenises
-            self._fa0: engine.Session | None = None
-            if STOCK_FA0 in methods:
-                fa0: engine.SessionOptions = {**dense, "flash_attn": False}
-                self._fa0 = loaded.session(**fa0)
             self._by_reader = {EXACT: self.session}
-            for by in dict.fromkeys(map(reader, methods)):
+            for by in dict.fromkeys(map(reader, native)):
                 if by not in self._by_reader:
-                    self._by_reader[by] = loaded.session(**dense)
+                    kind: engine.SessionOptions = {**dense, "flash_attn": by != STOCK_FA0}
+                    self._by_reader[by] = loaded.session(**kind)
+            self._fa0 = self._by_reader.get(STOCK_FA0)
             self._watched: engine.Session | None = None
             self._measured: engine.Session | None = None  # None: the session of each method
             if (python or recall) and not loaded.on_cpu:  # nobody could read the tensors
@@ -121,13 +117,10 @@ class Runner:
         self._opened.close()
 
     def _of(self, method: Method) -> engine.Session:
-        if method == STOCK_FA0:
-            assert self._fa0 is not None
-            return self._fa0
-        if isinstance(method, AttentionSpec):
-            return self._by_reader[reader(method)]
-        assert self._watched is not None
-        return self._watched
+        if isinstance(method, Policy):
+            assert self._watched is not None
+            return self._watched
+        return self._by_reader[reader(method)]
 
     def read(
         self,
@@ -160,8 +153,12 @@ class Runner:
                 engine.open_document(s, self._document)
             lacking[s] = engine.align(s, tokens)
         done, total = 0, sum(map(len, lacking.values()))
+
+        def reading(n: int, _: int) -> None:
+            progress(done + n, total)
+
         for s, rest in lacking.items():
-            engine.prefill(s, rest, progress=partial(_later, progress, done, total))
+            engine.prefill(s, rest, progress=reading)
             done += len(rest)
 
     def decode(

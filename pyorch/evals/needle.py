@@ -40,22 +40,22 @@ def examples(setup: Setup) -> Iterator[Example]:
     room = len(setup.tokens(ANSWER)) + 5
     ends = len(setup.prompt(".\n" + NEEDLE + ".\n" + QUESTION, CUE)) + room + 2
     # at least half of the text is hay, unless other lengths are requested
-    wanted = list(setup.lengths) or [n for n in lengths(setup.ctx) if n >= 2 * ends]
-    if not wanted:
+    sizes = list(setup.lengths) or [n for n in lengths(setup.ctx) if n >= 2 * ends]
+    if not sizes:
         raise SparqError(
             f"needle: needle and question alone take {ends} positions, --ctx is {setup.ctx}",
             f"--ctx {2 * ends}",
             exit_code=2,
         )
-    if min(wanted) < ends + 16 or max(wanted) > setup.ctx:
+    if min(sizes) < ends + 16 or max(sizes) > setup.ctx:
         raise SparqError(
-            f"needle: --lengths {min(wanted)} to {max(wanted)}: they can be {ends + 16} to "
+            f"needle: --lengths {min(sizes)} to {max(sizes)}: they can be {ends + 16} to "
             f"{setup.ctx}",
             "use other --lengths or a larger --ctx",
             exit_code=2,
         )
     books = setup.books(16)
-    cells = [(n, d) for n in wanted for d in np.linspace(0, 1, setup.depths).round(4)]
+    cells = [(n, d) for n in sizes for d in np.linspace(0, 1, setup.depths).round(4)]
     order = setup.rng().permutation(len(cells))  # any number of examples is spread over all cells
     i = 0
     while True:

@@ -63,10 +63,10 @@ def examples(setup: Setup) -> Iterator[Example]:
 
 def _word_starts(session: engine.Session, tokens: Sequence[int], end: int) -> list[int]:
     """The indices below `end` at which a word begins."""
-    found = [i for i in range(end) if engine.token_bytes(session, tokens[i])[:1] == b" "]
-    if not found:
+    starts = [i for i in range(end) if engine.token_bytes(session, tokens[i])[:1] == b" "]
+    if not starts:
         raise SparqError("a context has no words", "use another --text", exit_code=2)
-    return found
+    return starts
 
 
 def score(decoder: Decoder, example: Example) -> Outcome:

@@ -32,5 +32,5 @@ def scorer() -> Any:
 def score(decoder: Decoder, example: Example) -> Outcome:
     """F of the reference that the answer is nearest to."""
     said = decoder.answer(example).decode("utf-8", errors="replace")
-    found = [scorer().score(answer, said)["rougeL"].fmeasure for answer in example.answers]
-    return Outcome(max(found), said)
+    scores = [scorer().score(answer, said)["rougeL"].fmeasure for answer in example.answers]
+    return Outcome(max(scores), said)

@@ -104,10 +104,10 @@ def run(
                 records.append(w.file, w.record(i, method, result))
                 done += 1
                 progress(done, total, "")
-    found = [series for w in work for series in w.series()]
-    for series in found:
-        series.refuse_idle()
-    return found
+    series = [s for w in work for s in w.series()]
+    for s in series:
+        s.refuse_idle()
+    return series
 
 
 @dataclass(frozen=True)
@@ -150,31 +150,24 @@ class _Work:
             for method, keys in self.keys.items()
         ]
 
-    def _asked(self, method: Method) -> Record:
-        """The line that says how many examples a method is asked for; the last one counts."""
-        meaning, setting = self.meanings[method], self.header["key"]
+    def _about(self, method: Method) -> Record:
         return {
             "schema": records.SCHEMA,
-            "key": records.key("asked", {"method": meaning}, setting),
-            "setting": setting,
+            "setting": self.header["key"],
             "method": str(method),
-            "meaning": meaning,
-            "asked": len(self.examples),
+            "meaning": self.meanings[method],
         }
+
+    def _asked(self, method: Method) -> Record:
+        """The line that says how many examples a method is asked for; the last one counts."""
+        case = {"method": self.meanings[method]}
+        key = records.key("asked", case, self.header["key"])
+        return self._about(method) | {"key": key, "asked": len(self.examples)}
 
     def record(self, i: int, method: Method, result: Record) -> Record:
         e = self.examples[i]
-        return {
-            "schema": records.SCHEMA,
-            "key": self.keys[method][i],
-            "setting": self.header["key"],
-            "i": i,
-            "id": e.id,
-            "method": str(method),
-            "meaning": self.meanings[method],
-            **result,
-            "about": dict(e.about),
-        }
+        of = {"key": self.keys[method][i], "i": i, "id": e.id}
+        return self._about(method) | of | result | {"about": dict(e.about)}
 
 
 _Todo = tuple[_Work, int, list[Method]]  # a task, the number of its example, what this lacks
@@ -302,10 +295,12 @@ def _measure(
 def _where(placement: engine.Placement) -> dict[str, Any]:
     """What a record says of the place of a model, if it is not the usual: of workers the number,
     since they are the same at another address."""
-    n_gpu_layers = placement.get("n_gpu_layers")
-    found: dict[str, Any] = {} if n_gpu_layers is None else {"n_gpu_layers": n_gpu_layers}
-    found |= {"numa": numa} if (numa := placement.get("numa")) else {}
-    found |= {"n_workers": len(workers)} if (workers := placement.get("workers")) else {}
-    found |= {} if placement.get("repack", True) else {"repack": False}
-    found |= {} if (there := placement.get("kv_offload")) is None else {"kv_offload": there}
-    return found | ({"tensor_split": split} if (split := placement.get("tensor_split")) else {})
+    known: dict[str, Any] = {
+        "n_gpu_layers": placement.get("n_gpu_layers"),
+        "numa": placement.get("numa") or None,
+        "n_workers": len(placement.get("workers") or ()) or None,
+        "repack": None if placement.get("repack", True) else False,
+        "kv_offload": placement.get("kv_offload"),
+        "tensor_split": placement.get("tensor_split") or None,
+    }
+    return {name: value for name, value in known.items() if value is not None}

@@ -42,8 +42,8 @@ def _questions(rows: list[data.Row]) -> Iterator[Question]:
             yield _question(name, title, context, text, texts)
             continue
         for p in row["paragraphs"]:  # the official file: one row is one article
-            context, found = data.need(p, ("context", "qas"), "SQuAD v1.1")
-            for q in found:
+            context, questions = data.need(p, ("context", "qas"), "SQuAD v1.1")
+            for q in questions:
                 name, text, answers = data.need(q, ("id", "question", "answers"), "SQuAD v1.1")
                 texts = [data.need(a, ("text",), "SQuAD v1.1")[0] for a in answers]
                 yield _question(name, row.get("title", ""), context, text, texts)

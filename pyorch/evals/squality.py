@@ -21,9 +21,9 @@ def examples(setup: Setup) -> Iterator[Example]:
     text = 0
     for i in setup.rng().permutation(len(rows)):
         story, questions = data.need(rows[i], ("document", "questions"), "SQuALITY")
-        found = [_example(setup, story, q, text) for q in questions]
-        if all(len(e.prompt) + e.max_tokens <= setup.ctx for e in found):
-            yield from found
+        story_examples = [_example(setup, story, q, text) for q in questions]
+        if all(len(e.prompt) + e.max_tokens <= setup.ctx for e in story_examples):
+            yield from story_examples
             text += 1
 
 

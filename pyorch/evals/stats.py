@@ -138,8 +138,8 @@ def _without(samples: np.ndarray, groups: Sequence[int] | None) -> np.ndarray:
     sums, sizes = _by_group(samples, groups)
     if len(sums) == 1:
         return np.full(1, math.nan)
-    found: np.ndarray = (sums.sum() - sums) / (sizes.sum() - sizes)
-    return found
+    means: np.ndarray = (sums.sum() - sums) / (sizes.sum() - sizes)
+    return means
 
 
 def _design_effect(scores: np.ndarray, groups: Sequence[int] | None) -> float:

@@ -83,14 +83,14 @@ class Setup:
         """
         if self._books is None:
             self._books = [self.tokens(t) for t in self.texts]
-        found = [b for b in self._books if len(b) >= at_least]
-        if not found:
+        books = [b for b in self._books if len(b) >= at_least]
+        if not books:
             raise SparqError(
                 f"no text has {at_least} tokens",
                 "use a longer --text or a smaller --ctx",
                 exit_code=2,
             )
-        return found
+        return books
 
 
 @dataclass(frozen=True)

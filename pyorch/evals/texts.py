@@ -36,11 +36,11 @@ def read_texts(names: Sequence[Path]) -> list[str]:
 
 
 def _in(folder: Path) -> list[Path]:
-    found = sorted(folder.iterdir())
-    if left := [printable(path.name) for path in found if path.suffix != ".txt"]:
+    files = sorted(folder.iterdir())
+    if left := [printable(path.name) for path in files if path.suffix != ".txt"]:
         some = ", ".join(left[:SHOWN]) + ", ..." * (len(left) > SHOWN)
         say(f"{printable(folder)}: {len(left)} left out (not *.txt): {some}")
-    return [path for path in found if path.suffix == ".txt"]
+    return [path for path in files if path.suffix == ".txt"]
 
 
 def _body(text: str) -> str:

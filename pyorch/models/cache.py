@@ -67,21 +67,21 @@ def models(say: Say = silent) -> list[CachedModel]:
     """
     from huggingface_hub import constants
 
-    found = []
+    cached = []
     scan = _scan()
     for warning in scan.warnings if scan else ():
         if "models--" in str(warning):
             say(f"left out of what is in the cache: {warning}")
     for repo in sorted(scan.repos if scan else (), key=lambda repo: repo.repo_id):
-        found += _models_of(repo) if repo.repo_type == "model" else []
+        cached += _models_of(repo) if repo.repo_type == "model" else []
     for path in sorted(Path(constants.HF_HUB_CACHE).glob("models--*/blobs/*.incomplete")):
         name = path.parent.parent.name.removeprefix("models--").replace("--", "/")
-        found.append(CachedModel(name, UNFINISHED, path.stat().st_size, (path,), complete=False))
+        cached.append(CachedModel(name, UNFINISHED, path.stat().st_size, (path,), complete=False))
     for package in filter(None, (cards.load(name).package for name in cards.names())):
         if (path := wheel.path_of(package)).is_file():
             size = path.stat().st_size
-            found.append(CachedModel(package.requirement, package.file, size, (path,)))
-    return found
+            cached.append(CachedModel(package.requirement, package.file, size, (path,)))
+    return cached
 
 
 def _models_of(repo: CachedRepoInfo) -> list[CachedModel]:
@@ -133,8 +133,8 @@ def remove(paths: Collection[Path]) -> int:
             blobs=frozenset(blobs),
         )
         plan.execute()
-        left = _scan()
-        freed += scan.size_on_disk - (left.size_on_disk if left else 0)
+        rest = _scan()
+        freed += scan.size_on_disk - (rest.size_on_disk if rest else 0)
     return freed
 
 

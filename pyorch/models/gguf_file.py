@@ -304,5 +304,5 @@ def _check_extent(r: _Reader, align: int, table: list[tuple[Tensor, int]]) -> No
     if end > len(r.data):
         raise SparqError(
             f"{r.path}: truncated: {len(r.data)} bytes, but its tensors end at byte {end}",
-            hint="download it again, or resume the download",
+            hint="download it again",
         )

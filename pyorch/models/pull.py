@@ -350,9 +350,12 @@ def fetch(model: Model, say: Say = silent) -> Model:
     except SparqError as e:
         hint = "its checksum is right: the file is like that on the hub"
         raise SparqError(e.message, hint if model.files[0].sha256 else e.hint) from None
-    if not spec.package and spec.revision != model.commit:
-        # offline, the name of a revision finds complete, checked files
-        ref = spec.folder / "refs" / spec.revision
+    if spec.package:
+        return model
+    # offline, the name of a revision finds complete, checked files
+    ref = spec.folder / "refs" / spec.revision
+    known = ref.read_text() if ref.is_file() else spec.revision
+    if known != model.commit:
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(model.commit)
     return model
@@ -376,8 +379,8 @@ def _download(model: Model) -> Model:
                 )
             f = replace(f, path=Path(path), n_missing=0)
             # huggingface-hub leaves what a killed process has written, and never reads it again
-            for left in (spec.folder / "blobs").glob(f"{f.sha256}.*incomplete"):
-                left.unlink(missing_ok=True)
+            for part in (spec.folder / "blobs").glob(f"{f.sha256}.*incomplete"):
+                part.unlink(missing_ok=True)
         files.append(f)
     return replace(model, files=tuple(files))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
-from pyorch.native import build, carried_cuda, probe, smoke
+from pyorch.native import build, carried_cuda, probe, smoke, source
 from pyorch.progress import say
 
 FOLDER = paths.PACKAGE / "_built"
@@ -88,10 +88,8 @@ def scores() -> dict[str, int]:
 def _unpack(carried: dict[str, Any], target: Path) -> None:
     """Copy what works here to the cache, whose lock is held."""
     if not build.has_bindings():
-        bindings = build.bindings() / "llama_cpp.partial"
-        shutil.rmtree(bindings, ignore_errors=True)
-        shutil.copytree(FOLDER / "python" / "llama_cpp", bindings)
-        bindings.rename(bindings.with_suffix(""))
+        came = source.Source(FOLDER, "", False)
+        source.unpack(came, "python/llama_cpp", build.bindings() / "llama_cpp")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -132,15 +132,20 @@ def compile_tree(
 def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) -> list[str]:
     """The `-D` arguments of the configure step."""
     origin = "@loader_path" if platform.system() == "Darwin" else "$ORIGIN"
+    ours = "compilers/compilers.cmake" if options.stock else "attach.cmake"
     pin, toolkit = source.read_pin(), chain.toolkit
-    on_off = {
+    values: dict[str, bool | str] = {
         "BUILD_SHARED_LIBS": True,
+        "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_BUILD_WITH_INSTALL_RPATH": True,
+        "CMAKE_INSTALL_RPATH": ";".join([origin, *(toolkit.lib if toolkit else ())]),
         "GGML_NATIVE": not options.portable,
         "GGML_OPENMP": chain.found.openmp,
         "GGML_METAL": False,
         "GGML_RPC": True,
         "GGML_RPC_RDMA": False,  # it would need a library that other machines lack
+        "LLAMA_BUILD_COMMIT": pin.commit[:9],
+        "LLAMA_BUILD_NUMBER": "0",
         "LLAMA_BUILD_COMMON": tools,
         "LLAMA_BUILD_TOOLS": tools,
         "LLAMA_BUILD_TESTS": False,
@@ -150,20 +155,13 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         "LLAMA_BUILD_UI": False,
         "LLAMA_USE_PREBUILT_UI": False,  # it would download the web page of llama-server
         "LLAMA_OPENSSL": False,
+        "CMAKE_PROJECT_llama.cpp_INCLUDE": str(tree / "ops" / ours),
     }
-    for feature, key in _PARTS.items():
-        if feature in chain.found.off:
-            on_off[key] = False
-    values = {key: "ON" if value else "OFF" for key, value in on_off.items()}
-    values["CMAKE_BUILD_TYPE"] = "Release"
-    values["CMAKE_INSTALL_RPATH"] = ";".join([origin, *(toolkit.lib if toolkit else ())])
+    values |= {key: False for feature, key in _PARTS.items() if feature in chain.found.off}
     if toolkit:
         values |= cuda.cmake_options(toolkit, options.cuda)
-    values["LLAMA_BUILD_COMMIT"] = pin.commit[:9]
-    values["LLAMA_BUILD_NUMBER"] = "0"
-    ours = "compilers/compilers.cmake" if options.stock else "attach.cmake"
-    values["CMAKE_PROJECT_llama.cpp_INCLUDE"] = str(tree / "ops" / ours)
-    return [f"-D{key}={value}" for key, value in (values | dict(chain.more)).items()]
+    texts: dict[bool | str, str] = {True: "ON", False: "OFF"}
+    return [f"-D{k}={texts.get(v, v)}" for k, v in (values | dict(chain.more)).items()]
 
 
 def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, lock: int) -> None:

@@ -63,14 +63,6 @@ class Target:
         """The name of the file that has the C++ library."""
         return f"libc++.{self.system.suffix}"
 
-    def library(self, name: str) -> str:
-        """The file of a library of ggml."""
-        return f"{self.system.prefix}{name}.{self.system.suffix}"
-
-    def module(self, name: str) -> str:
-        """The file of what only dlopen() loads."""
-        return f"{self.system.prefix}{name}.{self.system.module}"
-
 
 LINUX = System("Linux", "so", "$ORIGIN", "-Wl,-soname,{name}", has_unwinder=False)
 MACOS = System(
@@ -160,11 +152,10 @@ def make(name: str, into: Path) -> Path:
         if not (root / target.cxx_library).exists():
             say(f"{name}: the C++ library of {zig.version}")
             zig.make_cxx_library()
-        bin_of = {}
-        every = tuple(f"ggml-cpu-{variant}" for variant in target.variants)
+        variants = tuple(f"ggml-cpu-{variant}" for variant in target.variants)
         for part, targets, more in (
             ("all", ("llama", *build.TOOLS), {}),
-            ("cpu", every, {"GGML_BACKEND_DL": "ON", "GGML_CPU_ALL_VARIANTS": "ON"}),
+            ("cpu", variants, {"GGML_BACKEND_DL": "ON", "GGML_CPU_ALL_VARIANTS": "ON"}),
         ):
             say(f"{name}: {', '.join(targets)}")
             tree = root / part
@@ -172,20 +163,17 @@ def make(name: str, into: Path) -> Path:
             chain = zig.toolchain(tree, more)
             with progress_bar("compiling", off_terminal=say) as bar:
                 cmake.compile_tree(tree, options, targets, build.default_jobs(), chain, bar, lock)
-            bin_of[part] = tree / "out" / "bin"
-        built = root / "built"
+        built, system = root / "built", target.system
         shutil.rmtree(built, ignore_errors=True)
         (built / "lib").mkdir(parents=True)
-        files = [
-            *bin_of["all"].glob(f"*.{target.system.suffix}"),
-            *(bin_of["all"] / (tool + target.system.program) for tool in build.TOOLS),
-        ]
-        files += [
-            *(bin_of["cpu"] / target.module(name) for name in every),
+        bin_all, bin_cpu = root / "all" / "out" / "bin", root / "cpu" / "out" / "bin"
+        for file in (
+            *bin_all.glob(f"*.{system.suffix}"),
+            *(bin_all / (tool + system.program) for tool in build.TOOLS),
+            *(bin_cpu / f"{system.prefix}{variant}.{system.module}" for variant in variants),
             root / target.cxx_library,
-        ]
-        for file in files:
-            if file.name != target.library("ggml-cpu"):
+        ):
+            if file.name != f"{system.prefix}ggml-cpu.{system.suffix}":  # the variants replace it
                 shutil.copy(file, built / "lib")
         pin = source.read_pin()
         where, licenses = source.locate(pin), built / "licenses"

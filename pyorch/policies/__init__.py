@@ -37,22 +37,9 @@ from pyorch.policies.sparq_tau import SparQTau
 from pyorch.policies.streaming_llm import StreamingLLM
 from pyorch.policies.watch import SPEC, Counters, PolicyWatch
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        Oracle,
-        FlexGen,
-        LowRank,
-        SparQTau,
-        Quest,
-        PageMeanStd,
-        LMInfinite,
-        StreamingLLM,
-        H2O,
-        Keyformer,
-        Alisa,
-    )
-}
+_RETURNING = Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd, Alisa
+_EVICTING = LMInfinite, StreamingLLM, H2O, Keyformer  # what was not read once is never read again
+POLICIES: dict[str, type[Policy]] = {p.name: p for p in (*_RETURNING, *_EVICTING)}
 
 Method = AttentionSpec | Policy
 OFF = AttentionSpec("off")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, same_for_all, softmax, top
+from pyorch.policies.base import Heads, Policy, Selector, Step, same_for_all, softmax, top
+from pyorch.policies.prompt import Prompt
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ and dense attention are counted in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from pyorch.attention import line
 from pyorch.attention.bytes import mean_bytes
 from pyorch.attention.spec import DEFAULT_RATIO, MEAN_V
 from pyorch.errors import SparqError, nearest
-
-T = TypeVar("T")
+from pyorch.policies.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,6 @@ class Step:
     @property
     def last(self) -> int:
         return self.n_pos - 1
-
-
-class Prompt(Protocol):
-    """The attention of one layer's positions before the first one that a method decides on.
-
-    n       positions
-    blocks  logits of the rows from `start` to `stop` (to the end), a few at a time: (n_head_kv,
-            n_group_q, rows, cols) f32 over positions 0 .. cols-1, -inf above the diagonal, which
-            ends at the last row and column
-    once    the value of a function of this prompt, which all methods and ratios share by its key
-    """
-
-    n: int
-
-    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]: ...
-
-    def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T: ...
 
 
 class Selector:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, summed_scores, top_rows
+from pyorch.policies.base import Heads, Policy, Selector, Step, summed_scores, top_rows
+from pyorch.policies.prompt import Prompt
 
 
 @dataclass(frozen=True)

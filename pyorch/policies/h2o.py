@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, evict, softmax
+from pyorch.policies.base import Heads, Policy, Selector, Step, at, evict, softmax
+from pyorch.policies.prompt import Prompt
 
 
 @dataclass(frozen=True)

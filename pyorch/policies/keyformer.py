@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, at, evict, softmax
+from pyorch.policies.base import Heads, Policy, Selector, Step, at, evict, softmax
 from pyorch.policies.h2o import prompt_sums
+from pyorch.policies.prompt import Prompt
 
 
 @dataclass(frozen=True)

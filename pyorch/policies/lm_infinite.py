@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Prompt, Selector, Step, same_for_all
+from pyorch.policies.base import Heads, Policy, Selector, Step, same_for_all
+from pyorch.policies.prompt import Prompt
 
 
 @dataclass(frozen=True)

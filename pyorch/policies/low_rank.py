@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Prompt, Step
+from pyorch.policies.base import Heads, Step
+from pyorch.policies.prompt import Prompt
 from pyorch.policies.scan import Scan, ScanSelector
 
 

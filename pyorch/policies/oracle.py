@@ -15,7 +15,6 @@ import numpy as np
 from pyorch.policies import pages
 from pyorch.policies.base import (
     Heads,
-    Prompt,
     Selector,
     Step,
     WithMeanV,
@@ -24,6 +23,7 @@ from pyorch.policies.base import (
     summed_scores,
     top_rows,
 )
+from pyorch.policies.prompt import Prompt
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The attention of a prompt, for methods that keep the positions it attended to most.
 
 `Queries` captures each layer's q from the nodes that attend in prefill (one copy, in f16), and
-`LayerPrompt` computes its softmax in numpy from them and K in the cache, in blocks, when a method
+`Prompt` computes its softmax in numpy from them and K in the cache, in blocks, when a method
 first asks.
 """
 
@@ -92,7 +92,7 @@ class Queries:
                 layer.cut(n_past)
         self.seen = False
 
-    def prompt(self, k: Tensor, n: int, name: str) -> LayerPrompt:
+    def prompt(self, k: Tensor, n: int, name: str) -> Prompt:
         """The attention of the first n positions.
 
         Raises:
@@ -104,12 +104,15 @@ class Queries:
                 f"{name} needs the attention of the prompt, which was read before it was asked for",
                 "switch to the method before prefill, or open the session with keep_queries=True",
             )
-        return LayerPrompt(layer, n, view(k)[0, :n], k.type)
+        return Prompt(layer, n, view(k)[0, :n], k.type)
 
 
 @dataclass
-class LayerPrompt:
-    """A `base.Prompt`. stored: K of the cache (n, n_head_kv, ..), of the given ggml type."""
+class Prompt:
+    """The attention of one layer's n positions before the first one that a method decides on.
+
+    stored: K of the cache (n, n_head_kv, ..), of the given ggml type.
+    """
 
     layer: _Layer
     n: int
@@ -122,12 +125,16 @@ class LayerPrompt:
         return floats(self.stored, self.kind)
 
     def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
+        """What `make` returns, which all methods and ratios share by this key."""
         full = key, self.n
         if full not in self.layer.cache:
             self.layer.cache[full] = make()
         return cast(T, self.layer.cache[full])
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+        """The logits of the rows from `start` to `stop` (to the end), a few at a time: (n_head_kv,
+        n_group_q, rows, cols) f32 over positions 0 .. cols-1, -inf above the diagonal, which ends
+        at the last row and column."""
         stop = self.n if stop is None else stop
         for first in range(start, stop, _ROWS):
             last = min(first + _ROWS, stop)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import nearest
-from pyorch.policies.base import Heads, Prompt, Step, top_rows
+from pyorch.policies.base import Heads, Step, top_rows
+from pyorch.policies.prompt import Prompt
 from pyorch.policies.scan import Scan, ScanSelector
 
 TAUS = ("eq9", "sqrt-d", "sqrt-r")

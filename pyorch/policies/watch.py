@@ -44,24 +44,6 @@ class Counters:
     bytes_dense: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Attached:
-    """Facts about the session that a `PolicyWatch` is attached to."""
-
-    ours: int  # the number of the op SPARSE_ATTN
-    flash_attn: int
-    is_host: Callable[[int], bool]  # whether Python can read the memory of a buffer
-    n_tokens: Callable[[], int]  # the number of positions in the cache before this llama_decode
-    d_v: int
-    v_bytes: float  # the bytes of a row
-
-
-@dataclass
-class _Layer:
-    heads: Heads
-    selector: Selector
-
-
 @dataclass
 class PolicyWatch:
     """The `engine.Watch` of methods in Python. With `policy` None it looks at nothing.
@@ -75,12 +57,13 @@ class PolicyWatch:
     queries: Queries = field(default_factory=Queries)
 
     def __post_init__(self) -> None:
-        self._attached: _Attached | None = None
-        self._layers: dict[int, _Layer] = {}  # by the address of the layer's K
+        self.session: Session | None = None
+        # by the address of the layer's K
+        self._layers: dict[int, tuple[Heads, Selector]] = {}
         self._n_seen = -1  # how many positions the selectors know
         self._n_pos = 0  # the positions of this step; 0: nothing is selected yet
         # by the address of the SELECT node: the change of ATTEND's result (n_head, d_v)
-        self._after: dict[int, list[Callable[[Tensor, np.ndarray], None]]] = {}
+        self._after: dict[int, Callable[[Tensor, np.ndarray], None]] = {}
         # by the address of V: the sums of its first n rows
         self._v_sums: dict[int, tuple[int, np.ndarray]] = {}
         self._error: BaseException | None = None
@@ -99,21 +82,17 @@ class PolicyWatch:
         is_host.restype, is_host.argtypes = ctypes.c_bool, [ctypes.c_void_p]
         if overhead() != ctypes.sizeof(Tensor) + _OBJECT:
             raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
-        d_v = session.geometry.head_dim_v
-        self._attached = _Attached(
-            ours=op_number(session.lib, "SPARSE_ATTN"),
-            flash_attn=op_number(session.lib, "FLASH_ATTN_EXT"),
-            is_host=is_host,
-            n_tokens=lambda: len(session.tokens),
-            d_v=d_v,
-            v_bytes=d_v * session.types[1].bytes_per_element,
-        )
+        self.session = session
+        self.ours = op_number(session.lib, "SPARSE_ATTN")
+        self.flash_attn = op_number(session.lib, "FLASH_ATTN_EXT")
+        self.is_host: Callable[[int], bool] = is_host  # whether Python can read a buffer
+        self.d_v = session.geometry.head_dim_v
 
     @property
-    def attached(self) -> _Attached:
-        """The facts about the session, which exist only after `attach`."""
-        assert self._attached is not None
-        return self._attached
+    def n_tokens(self) -> int:
+        """The number of positions in the cache before this llama_decode."""
+        assert self.session is not None
+        return len(self.session.tokens)
 
     def use(self, policy: Policy | None) -> None:
         """Use another method, or none. The old method's state is forgotten, but not the prompt."""
@@ -149,17 +128,17 @@ class PolicyWatch:
 
     def node(self, address: int, ask: bool) -> bool:
         """llama.cpp asks whether a tensor is wanted, and passes it again when it is computed."""
-        if self._attached is None or self._error is not None:
+        if self.session is None or self._error is not None:
             return not ask
         try:
             op = ctypes.c_int.from_address(address + _OP).value
             step = ctypes.c_int32.from_address(address + _PARAMS).value
-            ours = op == self.attached.ours
-            if op == self.attached.flash_attn or (ours and step == PREFILL):
+            ours = op == self.ours
+            if op == self.flash_attn or (ours and step == PREFILL):
                 if self._captures and not ask:
                     t = Tensor.from_address(address)
                     self.check_host(source(t, 0), source(t, 1))
-                    self.queries.add(t, self.attached.n_tokens(), ours)
+                    self.queries.add(t, self.n_tokens, ours)
                 return self._captures or not ask
             if ours:
                 if self.policy is None or step not in (SELECT, ATTEND):
@@ -196,7 +175,7 @@ class PolicyWatch:
             self._begin_step(t, logits[0, 0])
         n_pos, n_head_kv = self._n_pos, k.ne[1]
         stored, q_rows = view(k)[0], view(q)[0, 0]
-        layer = self._layers.get(k.data) or self._start(k, q)
+        heads, selector = self._layers.get(k.data) or self._start(k, q)
         step = Step(
             n_pos=n_pos,
             logits=logits[0, 0, :, :n_pos].reshape(n_head_kv, -1, n_pos),
@@ -204,12 +183,12 @@ class PolicyWatch:
             scale=_f32(score.op_params[_SCALE]),
             keys=lambda a, b: floats(stored[a:b], k.type),
         )
-        positions = layer.selector.select(step)
+        positions = selector.select(step)
         if self._captures:
             self.queries.put(k.data, q_rows[None], n_pos - 1, None)
         self._write(t, positions, step)
-        self._account(layer, positions.shape[1])
-        self._plan_result(t, positions, step, layer.selector.alpha)
+        self._account(heads, positions.shape[1])
+        self._plan_result(t, positions, step, selector.alpha)
 
     def _begin_step(self, t: Tensor, logits: np.ndarray) -> None:
         """In a token's first layer, check that cells are positions and that no token was missed.
@@ -217,7 +196,7 @@ class PolicyWatch:
         Raises:
             SparqError: cells are not in the order of positions.
         """
-        n_pos = self.attached.n_tokens() + 1
+        n_pos = self.n_tokens + 1
         wanted = source_of(t, "wanted")
         assert wanted is not None
         newest, *first = view(wanted)[0, 0, 0, t.op_params[I_FORCED] :]
@@ -240,29 +219,28 @@ class PolicyWatch:
         """
         for t in tensors:
             buffer = t and (t.buffer or (t.view_src and t.view_src.contents.buffer))
-            if buffer and not self.attached.is_host(buffer):
+            if buffer and not self.is_host(buffer):
                 raise SparqError(
                     "attention is computed on a GPU, where Python does not see it",
                     "load the model with n_gpu_layers=0",
                 )
 
-    def _start(self, k: Tensor, q: Tensor) -> _Layer:
-        assert self.policy is not None
+    def _start(self, k: Tensor, q: Tensor) -> tuple[Heads, Selector]:
+        assert self.policy is not None and self.session is not None
         heads = Heads(
             n_head=q.ne[1],
             n_head_kv=k.ne[1],
             d_k=k.ne[0],
-            d_v=self.attached.d_v,
+            d_v=self.d_v,
             k_bytes=row_bytes(k),
-            v_bytes=self.attached.v_bytes,
+            v_bytes=self.d_v * self.session.types[1].bytes_per_element,
             index=len(self._layers),
         )
         prompt = None
         if self.policy.needs_prompt:
             prompt = self.queries.prompt(k, self._n_pos - 1, self.policy.name)
-        layer = _Layer(heads, self.policy.start(heads, prompt))
-        self._layers[k.data] = layer
-        return layer
+        self._layers[k.data] = heads, self.policy.start(heads, prompt)
+        return self._layers[k.data]
 
     def _write(self, t: Tensor, positions: np.ndarray, step: Step) -> None:
         """Write SELECT's result: n_sel, rest (-inf: not wanted), cells in ascending order, then -1.
@@ -292,14 +270,13 @@ class PolicyWatch:
     ) -> None:
         """Plan the change of ATTEND's result, if there is one."""
         assert self.policy is not None
-        changes: list[Callable[[Tensor, np.ndarray], None]] = []
         if not self.policy.renormalises:
             kept = at(softmax(step.logits), positions).sum(axis=2).reshape(-1, 1)
-            changes.append(lambda _, out: np.multiply(out, kept, out=out))
-        if alpha is not None:
-            changes.append(lambda attend, out: self._interpolate(attend, out, alpha, step.n_pos))
-        if changes:
-            self._after[ctypes.addressof(t)] = changes
+            self._after[ctypes.addressof(t)] = lambda _, out: np.multiply(out, kept, out=out)
+        elif alpha is not None:
+            self._after[ctypes.addressof(t)] = lambda attend, out: self._interpolate(
+                attend, out, alpha, step.n_pos
+            )
 
     def _interpolate(self, t: Tensor, out: np.ndarray, alpha: np.ndarray, n_pos: int) -> None:
         """out (n_head, d_v) times alpha (n_head_kv, n_group_q), and the rest of the mean of V."""
@@ -312,9 +289,9 @@ class PolicyWatch:
         share = alpha.reshape(-1, 1)
         out[:] = share * out + (1 - share) * mean
 
-    def _account(self, layer: _Layer, n_read: int) -> None:
+    def _account(self, heads: Heads, n_read: int) -> None:
         assert self.policy is not None
-        c, n_pos, heads = self.counters, self._n_pos, layer.heads
+        c, n_pos = self.counters, self._n_pos
         c.selections += 1
         c.positions += n_read * heads.n_head_kv
         c.bytes_read += self.policy.bytes_read(n_read, n_pos, heads) * heads.n_head_kv
@@ -323,8 +300,8 @@ class PolicyWatch:
     def _attend(self, t: Tensor) -> None:
         selection = source_of(t, "sel")
         assert selection is not None
-        for change in self._after.pop(ctypes.addressof(selection), ()):
-            change(t, view(t)[0, 0, 0].reshape(-1, self.attached.d_v))
+        if change := self._after.pop(ctypes.addressof(selection), None):
+            change(t, view(t)[0, 0, 0].reshape(-1, self.d_v))
 
 
 def _f32(bits: int) -> float:

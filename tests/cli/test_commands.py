@@ -275,7 +275,7 @@ def test_closed_streams(tiny: Path) -> None:
     [
         ("-ngl 3", "hint: --rpc HOST:PORT"),
         ("-ts 3,1", "hint: --rpc HOST:PORT"),
-        ("-a sparq,k_layers=64:64:64", "k_layers has 3 entries for 2 layers"),
+        ("-a sparq,k_layers=64:64:64", "k_layers=64:64:64\nhint: "),
     ],
 )
 def test_explain_refuses(run: Run, tiny: Path, line: str, said: str) -> None:
@@ -428,14 +428,14 @@ def test_what_was_read_outlives_a_message_without_a_reply(
 ) -> None:
     """Stopped while it is read, or refused; and then it is still kept."""
     from pyorch import engine
-    from pyorch.cli import chat, chat_documents
+    from pyorch.cli import chat, conversation
 
     kept = tmp_path / "texts"
     monkeypatch.setattr(paths, "kept_texts", lambda: kept)
     (tmp_path / "text.txt").write_text("a text of some length " * 60)
     with engine.load(tiny_chat, n_threads=1) as s:
         own = chat.Chat(s, ChatTemplate(s), AttentionSpec(), engine.Sampling(), 4, True, False)
-        chat_documents.read(own, tmp_path / "text.txt")
+        conversation.read(own, tmp_path / "text.txt")
         text = own.text
         with monkeypatch.context() as m:
             if fails:

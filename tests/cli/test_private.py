@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyorch import paths
-from pyorch.cli import chat_documents
+from pyorch.cli import conversation
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -90,4 +90,4 @@ def test_the_limit_is_in_binary_units(
     monkeypatch: pytest.MonkeyPatch, text: str, n_bytes: int
 ) -> None:
     monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", text)
-    assert chat_documents.limit() == n_bytes
+    assert conversation.limit() == n_bytes

@@ -209,14 +209,14 @@ def test_read_is_kept(
     ask = ("chat", "-m", model, "-n", 6, "--temp", 0, "-c", 4096, "--json", *SPARSE)
     script = f"/read {text}\nwho?\nand?\n"
     monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", "0")
-    assert run(*ask, stdin=script).code == 0 and not document_file.known(paths.kept_texts())
+    assert run(*ask, stdin=script).code == 0 and not document_file.documents_in(paths.kept_texts())
     monkeypatch.delenv("SPARQ_DOCUMENTS_LIMIT")
     first, second = run(*ask, stdin=script), run(*ask, stdin=script)
     assert "read before" not in first.err and "read before" in second.err
     said, again = ([json.loads(x) for x in r.out.splitlines()] for r in (first, second))
     assert [r["reply"] for r in said] == [r["reply"] for r in again]
     assert again[0]["prefill_tokens"] < 40 < said[0]["prefill_tokens"]
-    assert len(document_file.known(paths.kept_texts())) == 1
+    assert len(document_file.documents_in(paths.kept_texts())) == 1
     # K and V that were approximated are not those of an exact prompt
     part = [f"{w},prompt=sparse" if str(w).startswith("sparq,") else w for w in ask]
     assert "read before" not in run(*part, stdin=script).err
@@ -238,7 +238,7 @@ def test_texts_before_a_message_follow_each_other(
         assert done.code == 0 and "after what was read for it" in done.err, done.err
         said = json.loads(talk.read_text())["messages"][0]["content"]
         assert said == f"{TEXT}\n\nand another\n\nwho?"
-    assert len(document_file.known(paths.kept_texts())) == 1  # the first, as ever
+    assert len(document_file.documents_in(paths.kept_texts())) == 1  # the first, as ever
     script = f"/read {text}\n" * 3
     done = run(*ask, stdin=script)
     assert done.code == 1 and "hint:" in done.err

@@ -159,7 +159,7 @@ def test_texts_that_are_kept_know_their_template(
     script = f"/read {text}\nwho?\n"
     said = [run(*line, stdin=script).err for line in (own, other, own, other)]
     assert ["read before" in err for err in said] == [False, False, True, True]
-    assert len(document_file.known(paths.kept_texts())) == 2
+    assert len(document_file.documents_in(paths.kept_texts())) == 2
 
 
 def test_resumed_with_another_system_message(run: Run, tiny_chat: Path, tmp_path: Path) -> None:

@@ -32,12 +32,8 @@ def ggml(request, native_lib_dir: Path, ggml_headers: Path, made_once) -> CudaGg
 
 
 N_QUICK = 4  # of the parameters of a test
-# tests without small parameters, and how many of them are quick
-LARGE = {
-    "test_score_select_is_select_of_score": 0,
-    "test_select_ties": 0,
-    "test_select_one_huge_logit": 1,
-}
+# tests without small parameters
+LARGE = ("test_score_select_is_select_of_score", "test_select_ties")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             tests.setdefault(item.originalname, []).append(item)
     for name, group in tests.items():
         small = [i for i in group if _is_small(i) and i.get_closest_marker("slow") is None]
-        n_quick = LARGE.get(name, N_QUICK)
+        n_quick = 0 if name in LARGE else N_QUICK
         quick = small[:: -(-len(small) // n_quick)] if small and n_quick else []
         for item in group:
             if item not in quick:

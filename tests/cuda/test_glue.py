@@ -38,23 +38,6 @@ def test_any_number_of_multiprocessors(case: Case, n_sm: int, ggml) -> None:
         ggml.n_sm = 0
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (12, 1)])
-@pytest.mark.parametrize("mean_v", [False, True])
-def test_scratch_is_what_the_docs_say(heads: tuple[int, int], mean_v: bool, ggml) -> None:
-    """docs/cuda.md has the formulas."""
-    extra = "mean_v" if mean_v else "plain"
-    case = Case(n_kv=1500, heads=heads, d=64, extra=extra, batch=(2, 1))
-    n_head, n_head_kv = heads
-    n_row, n, g = 2, case.n_kv, n_head // n_head_kv
-    with ggml.graph() as graph:
-        s = Sources(cases.make(case), graph)
-        ggml.scratch = 0
-        graph.compute(graphs.score_select(s))
-        want = 4 * n * n_head + n_head_kv * (4 * -(-n // 32) + 8 * 2048)
-        want += 8 * -(-n // 512) * n_head * (g > 1 or mean_v) + 4 * n * n_head_kv * (g > 1)
-        assert ggml.scratch == n_row * want
-
-
 def test_what_is_refused(ggml) -> None:
     """An old GPU, another maker's, a shadow whose rows begin anywhere, too many positions."""
     data = cases.make(Case(n_kv=512, d=64, heads=(4, 2), sealed="all"))

@@ -8,7 +8,7 @@ where the cut is hard to find: a cell too many or too few shows, since V is rand
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -69,32 +69,24 @@ def with_logits(heads: tuple[int, int], logits: np.ndarray, topk: str = "64") ->
     return replace(data, q=q, k=k)
 
 
-def ties(rng: np.random.Generator, n: int) -> np.ndarray:
-    return np.zeros(n)
-
-
-def two_values(rng: np.random.Generator, n: int) -> np.ndarray:
-    return np.where(rng.permutation(n) < 20, 1.0, -1.0)  # 20 of the 64, the others by their place
-
-
-def far_away(rng: np.random.Generator, n: int) -> np.ndarray:
-    x = rng.standard_normal(n)
-    x[[5, 9]] = 1000, -1000  # a bin of all that lies between has nearly all
-    return x
-
-
-def close_together(rng: np.random.Generator, n: int) -> np.ndarray:
-    return 4 + rng.integers(0, 2000, n) / 512.0 * 2.0**-8  # f16 parts few of them
-
-
-def below_all_bins(rng: np.random.Generator, n: int) -> np.ndarray:
-    return np.where(rng.permutation(n) < 40, 20.0, -40.0) + rng.standard_normal(n)
+CUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "ties": lambda rng, n: np.zeros(n),
+    # 20 of the 64, the others by their place
+    "two values": lambda rng, n: np.where(rng.permutation(n) < 20, 1.0, -1.0),
+    # a bin of all that lies between has nearly all
+    "far away": lambda rng, n: np.r_[1000, -1000, rng.standard_normal(n - 2)],
+    # f16 parts few of them
+    "close together": lambda rng, n: 4 + rng.integers(0, 2000, n) / 512.0 * 2.0**-8,
+    "below all bins": lambda rng, n: (
+        np.where(rng.permutation(n) < 40, 20.0, -40.0) + rng.standard_normal(n)
+    ),
+}
 
 
 @pytest.mark.parametrize("heads", HEADS[:2])
-@pytest.mark.parametrize("make", [ties, two_values, far_away, close_together, below_all_bins])
-def test_cuts_that_are_hard_to_find(make, heads: tuple[int, int], ggml) -> None:
-    logits = make(np.random.default_rng(7), 3000)
+@pytest.mark.parametrize("kind", CUTS)
+def test_cuts_that_are_hard_to_find(kind: str, heads: tuple[int, int], ggml) -> None:
+    logits = CUTS[kind](np.random.default_rng(7), 3000)
     check(ggml, with_logits(heads, logits.astype(np.float16)), 4)
 
 

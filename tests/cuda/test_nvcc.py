@@ -120,26 +120,3 @@ ptxas info    : Compile time = 812.211 ms
 """
     assert parse_report(text) == {"attend<4,-1,1,128>": Resources(128, 14192, 16, 44)}
     assert kernel_name("_ZN11sparse_cuda5mergeENS_11attend_argsE") == "merge"
-
-
-@pytest.mark.slow
-def test_compiles_within_ggml_cuda(ggml_headers: Path, tmp_path: Path) -> None:
-    """With ggml-cuda's own common.cuh, which needs the headers of cuBLAS."""
-    argv = ["nvcc", *cuda_lib.NVCC_FLAGS, "-arch=sm_90", "-c"]
-    argv += cuda_lib.include_flags(ggml_headers, ggml_cuda=True)
-    # after the toolkit's own: such a folder may hold another release's cuda_runtime.h
-    argv += [f"-isystem={folder}" for folder in cublas_headers()]
-    source = str(cuda_lib.SOURCES[0])
-    done = subprocess.run([*argv, source, "-o", str(tmp_path / "x.o")], capture_output=True)
-    if b"cublas_v2.h: No such file" in done.stderr:
-        pytest.skip("no headers of cuBLAS (pip install nvidia-cublas, or the whole toolkit)")
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-
-
-def cublas_headers() -> list[Path]:
-    """Those of the package nvidia-cublas, if it is installed."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations if spec else None
-    return [p.parent for root in roots or [] for p in Path(root).glob("*/include/cublas_v2.h")]

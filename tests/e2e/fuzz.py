@@ -42,7 +42,7 @@ from pyorch.attention.spec import AttentionSpec, LayerK
 HEAD_DIM = 32
 # operations, each the method op_NAME, and how often they come, in proportion
 ACTIONS = {"decode": 36, "prefill": 13, "draft": 10, "rm": 11, "cp": 3, "keep": 1, "shift": 4}
-ACTIONS |= {"divide": 1, "clear": 0.7, "save": 3, "restore": 3, "restore_damaged": 2, "abort": 4}
+ACTIONS |= {"clear": 0.7, "save": 3, "restore": 3, "restore_damaged": 2, "abort": 4}
 ACTIONS |= {"spec": 6, "threads": 0.7}
 
 
@@ -78,13 +78,12 @@ class Cell:
     token: int
     seqs: set[int]
     chain: int | None  # what its K and V were computed from, if by exact attention
-    turned: int = 0  # how far RoPE in K is ahead of the position
     index: int | None = None  # where the library has it, once seen
     asked: bool = True  # for its logits, as far as is known
 
     def copy(self, seq: int, asked: bool) -> Cell:
         """The same for one sequence, in a place not known yet."""
-        return Cell(self.position, self.token, {seq}, self.chain, self.turned, asked=asked)
+        return Cell(self.position, self.token, {seq}, self.chain, asked=asked)
 
 
 @dataclass
@@ -195,7 +194,6 @@ class Fuzz:
         self.spec = AttentionSpec("off")
         self.prompt = ("f32", "fast")[seed // 4 % 2]  # beside each of the other choices
         self.pending = False  # a shift or copy that the next decode will carry out
-        self.divided = False  # a shift by seq_div, which llama.cpp cannot copy to another stream
         self.saved: list[tuple[int | None, bytes, Plain]] = []
         self.restored = False  # and there may be more of it to seal
         first = AttentionSpec("sparq", rank=8, topk=40, min_ctx=0, shadow="f16")
@@ -211,9 +209,13 @@ class Fuzz:
         done = 0
         while done < n_ops:
             if self.sabotage and not self.damaged and done >= n_ops // 2:
+                self.op_clear()
+                self.decode(self.tokens(0, 300))
+                for _ in range(3):
+                    self.decode(self.tokens(0, 1))
                 self.damaged = self.damage()
-                for _ in range(20 if self.damaged else 0):
-                    self.op_decode()
+                for _ in range(20):
+                    self.decode(self.tokens(0, 1))
             name = str(self.rng.choice([*ACTIONS], p=weights / weights.sum()))
             # decoding comes in runs, so that graphs are reused
             for _ in range(int(self.rng.integers(1, 8)) if name == "decode" else 1):
@@ -306,7 +308,7 @@ class Fuzz:
         if abort is not None:
             self.ctx.abort_after(abort)
         result = self.ctx.decode(batch, asks)
-        self.pending = self.divided = False
+        self.pending = False
         self.note(f"  -> {result}")
         assert result in ((1,) if not fits else (0,) if abort is None else (0, 2)), (
             f"llama_decode: {result}"
@@ -417,8 +419,8 @@ class Fuzz:
         cells = [c for c in self.plain.cells(seq) if c.position <= position]
         where, k = np.flatnonzero(a.visible[place]), a.k[place[0]]
         assert len(where) == len(cells), f"sees {len(where)} positions, expected {len(cells)}"
-        turned = np.array([c.position + c.turned for c in cells])
-        want = self.keys(np.array([c.token for c in cells]), turned)
+        positions = [c.position for c in cells]
+        want = self.keys(np.array([c.token for c in cells]), np.array(positions))
         known = {c.index for c in cells} - {None}
         left = np.array([i for i in where if i not in known], dtype=int)
         unknown = [i for i, c in enumerate(cells) if c.index is None]
@@ -426,13 +428,11 @@ class Fuzz:
         index = [c.index for c in cells]
         if unknown:
             far = ((want[unknown][:, None] - k[left][None]) ** 2).sum(axis=2)
-            same_key = Counter(zip([c.token for c in cells], turned.tolist(), strict=True))
             for row, i in zip(far, unknown, strict=True):
                 j = int(row.argmin())
                 index[i] = int(left[j])
                 far[:, j] = np.inf
-                if same_key[cells[i].token, turned[i]] == 1:  # else it may be the other's
-                    cells[i].index = index[i]
+                cells[i].index = index[i]
         got = k[index]
         error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
         at = cells[error.argmax()].position
@@ -513,7 +513,7 @@ class Fuzz:
             for c in self.plain.cells(src):
                 if a <= c.position and (b < 0 or c.position < b):
                     c.seqs.add(dst)
-        elif not self.divided:
+        else:
             self.note(f"seq_cp {src} {dst}")
             self.ctx.seq_cp(src, dst)
             self.plain.streams[dst] = [c.copy(dst, c.asked) for c in self.plain.cells(src)]
@@ -539,27 +539,9 @@ class Fuzz:
         delta = -n if self.rng.random() < 0.8 else int(self.rng.integers(1, 50))
         self.note(f"seq_add {seq} {keep + n} -1 {delta}")
         self.ctx.seq_add(seq, keep + n, -1, delta)
-        self.move(seq, keep + n, lambda p: p + delta)
-
-    def op_divide(self) -> None:
-        if not self.can_shift or (seq := self.pick(20)) is None:
-            return
-        p0, p1 = self.span(seq)
-        a = int(self.rng.integers(p0, p1))
-        self.note(f"seq_div {seq} {a} -1 2")
-        self.ctx.seq_div(seq, a, -1, 2)
-        before = {id(c): c.position for c in self.plain.cells(seq)}
-        self.move(seq, a, lambda p: p // 2)
-        for c in self.plain.cells(
-            seq
-        ):  # llama_kv_cells::pos_div() turns K forward by what it should turn back
-            c.turned += 2 * (before[id(c)] - c.position)
-        self.divided = True
-
-    def move(self, seq: int, p0: int, to: Callable[[int], int]) -> None:
         for c in self.plain.cells(seq):
-            if c.position >= p0:
-                c.position = to(c.position)
+            if c.position >= keep + n:
+                c.position += delta
                 c.chain = None
                 self.pending = True
 

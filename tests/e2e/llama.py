@@ -301,9 +301,6 @@ class Context:
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         bindings().llama_memory_seq_add(self.memory, seq, p0, p1, delta)
 
-    def seq_div(self, seq: int, p0: int, p1: int, d: int) -> None:
-        bindings().llama_memory_seq_div(self.memory, seq, p0, p1, d)
-
     def clear(self, data: bool) -> None:
         bindings().llama_memory_clear(self.memory, data)
 

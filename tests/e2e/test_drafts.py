@@ -164,45 +164,6 @@ def test_only_what_was_said_to_be_a_draft_is_one(model: Model) -> None:
         assert sparse(at + 4) == 0  # the token before it was of a prompt
 
 
-@pytest.mark.parametrize("spec", ["q4", "f16", "topk"])
-@pytest.mark.parametrize("unified", MODES)
-def test_drafts_beside_others(unified: bool, spec: str, model: Model) -> None:
-    """Two sequences verify drafts at once, then one beside the prompt of the other.
-
-    In a cache of their own they have the bits that they have alone. In a common one they have other
-    cells than alone, so that groups are sealed at other times: fuzz.py looks at the values there.
-    """
-    n_new, n_done = (4, 7), (N_PROMPT, 200)
-    parts = [tokens(s, n_done[s] + n_new[s]) for s in (0, 1)]
-    alone = []
-    for s in (0, 1):
-        with Context(model, n_ctx=N_CTX * 2, n_seq=2, unified=unified) as ctx:
-            ctx.set_sparse(SPECS[spec] + ",prompt=f32")
-            assert ctx.decode(parts[s][: n_done[s]]) == 0
-            ctx.say_draft(s, n_done[s], n_new[s])
-            assert ctx.decode(parts[s][n_done[s] :], "all") == 0
-            alone.append(np.array([ctx.logits(i) for i in range(n_new[s])]))
-    with Context(model, n_ctx=N_CTX * 2, n_seq=2, unified=unified) as ctx:
-        ctx.set_sparse(SPECS[spec] + ",prompt=f32")
-        for s in (0, 1):
-            assert ctx.decode(parts[s][: n_done[s]]) == 0
-            ctx.say_draft(s, n_done[s], n_new[s])
-        ctx.reset_counters()
-        assert ctx.decode([t for s in (0, 1) for t in parts[s][n_done[s] :]], "all") == 0
-        got = np.array([ctx.logits(i) for i in range(sum(n_new))])
-        assert ctx.info()["counters"]["verified"] == sum(n_new)
-        assert np.array_equal(got, np.concatenate(alone)) or unified
-        ctx.seq_rm(0, n_done[0], -1)
-        ctx.seq_rm(1, -1, -1)
-        ctx.say_prompt(1)
-        batch = parts[0][n_done[0] :] + parts[1][:100]
-        ctx.reset_counters()
-        assert ctx.decode(batch, [True] * n_new[0] + [False] * 99 + [True]) == 0
-        c = ctx.info()["counters"]
-        assert (c["verified"], c["calls_prefill"]) == (n_new[0], 100 * N_LAYER)
-        assert np.array_equal([ctx.logits(i) for i in range(n_new[0])], alone[0]) or unified
-
-
 def test_a_step_that_failed_seals_nothing(model: Model) -> None:
     """Cells 384 and on are of the next group: the graph seals the one before while it runs."""
     want = one_by_one(model, SPECS["q4"], True, 80)

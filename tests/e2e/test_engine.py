@@ -28,7 +28,6 @@ from pyorch.engine.text import TextStream
 from pyorch.errors import SparqError
 
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
-EVERYTHING = "sparq,rank=32,topk=4096,min_ctx=0"
 
 
 def greedy(session: engine.Session, prompt: list[int] | str, n: int = 24) -> list[int]:
@@ -88,17 +87,6 @@ def test_stream_holds_back_what_may_begin_a_stop_string(session: engine.Session)
 # ---- prefill, decode, generate ----
 
 
-def test_decode_agrees_with_prefill(session: engine.Session) -> None:
-    tokens = engine.tokenize(session, text_of(40))
-    engine.prefill(session, tokens)
-    at_once = engine.logits(session)
-    engine.rewind(session, 0)
-    engine.prefill(session, tokens[:-1])
-    engine.decode(session, tokens[-1])
-    assert session.tokens == tokens
-    np.testing.assert_allclose(engine.logits(session), at_once, atol=2e-2, rtol=0)
-
-
 def test_generate_is_the_same_from_a_warm_cache(session: engine.Session) -> None:
     prompt = engine.tokenize(session, text_of(700))
     cold = greedy(session, prompt)
@@ -141,20 +129,6 @@ def test_full_context(tiny: Path) -> None:
         assert len(s.tokens) == s.n_ctx
         with pytest.raises(SparqError, match="context full"):
             engine.decode(s, 5)
-
-
-def test_progress_and_stopping(tiny: Path) -> None:
-    with engine.load(tiny, n_threads=1, n_batch=128) as s:
-        prompt, seen = engine.tokenize(s, text_of(400)), []
-        stopped = lambda: len(seen) == 2  # noqa: E731
-        pieces = list(
-            engine.generate(
-                s, prompt, progress=lambda d, n: seen.append((d, n)), should_stop=stopped
-            )
-        )
-        assert seen == [(128, len(prompt)), (256, len(prompt))]
-        assert [p.finish for p in pieces] == ["interrupted"]
-        assert len(s.tokens) == 256
 
 
 @pytest.mark.parametrize("by", ["flag", "Ctrl-C"])
@@ -239,22 +213,6 @@ def test_a_reply_is_taken_back(tmp_path: Path, arch: str, n_reply: int) -> None:
             assert np.array_equal(engine.logits(s), wanted)
 
 
-def test_rewind_reads_again_what_is_gone(tmp_path: Path) -> None:
-    """Before the checkpoint of a recurrent model, and a second time from a checkpoint."""
-    model = tiny_models.write(tmp_path / "m.gguf", "lfm2", n_layer=4)
-    with engine.load(model, n_threads=1, n_ctx=1024) as s:
-        prompt = [3 + i * 7 % 250 for i in range(600)]
-        engine.prefill(s, prompt)
-        wanted = {n: greedy(s, prompt[:n]) for n in (590, 100)}
-        for n in (590, 590, 100):
-            engine.prefill(s, engine.align(s, prompt))
-            read = s.timings.prefill_tokens
-            engine.rewind(s, n)
-            assert s.tokens == prompt[:n]
-            assert s.timings.prefill_tokens - read == (n if n == 100 else 590 - 568)
-            assert greedy(s, prompt[:n]) == wanted[n]
-
-
 # ---- attention ----
 
 
@@ -263,24 +221,6 @@ def logits_with(session: engine.Session, prompt: list[int], spec: str) -> np.nda
     engine.set_attention(session, spec)
     engine.prefill(session, engine.align(session, prompt))
     return engine.logits(session)
-
-
-def test_attention_switches_between_two_calls(session: engine.Session, tiny: Path) -> None:
-    prompt = engine.tokenize(session, text_of(1500))
-    with engine.load(tiny, n_threads=1, flash_attn=False) as s:
-        engine.prefill(s, prompt)
-        exact = engine.logits(s)  # llama.cpp's flash attention sums in f16: a worse reference
-
-    def error(values: np.ndarray) -> float:
-        return float(np.abs(values - exact).max() / exact.std())
-
-    engine.prefill(session, prompt)
-    off = logits_with(session, prompt, "off")
-    assert error(off) < 0.1
-    assert error(logits_with(session, prompt, "dense")) < 0.01
-    assert error(logits_with(session, prompt, SPARSE)) > 0.5  # it does skip positions
-    assert error(logits_with(session, prompt, EVERYTHING)) < 0.01  # k covers them: nothing is lost
-    assert np.array_equal(logits_with(session, prompt, "off"), off)  # off is off, bit for bit
 
 
 @pytest.mark.parametrize("method", ["dense", SPARSE])
@@ -497,7 +437,7 @@ def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.Monke
 def test_a_context_beyond_the_training(tmp_path: Path) -> None:
     """Positions that the model was not trained on are decoded, sparsely, and the scale counts."""
     model = write_tiny_gguf(tmp_path / "m.gguf", n_ctx=512)
-    found: dict[str, np.ndarray] = {}
+    found = []
     for rope in (
         Rope("linear", freq_scale=1 / 4),
         Rope("linear", freq_scale=1 / 2),
@@ -505,66 +445,13 @@ def test_a_context_beyond_the_training(tmp_path: Path) -> None:
         Rope("yarn", freq_scale=1 / 4, yarn_orig_ctx=64),
     ):
         with engine.load(model, n_ctx=2048, n_threads=1, attention=SPARSE, rope=rope) as s:
-            assert s.n_ctx == 2048
-            prompt = engine.tokenize(s, text_of(1200))
-            engine.prefill(s, prompt)
+            engine.prefill(s, engine.tokenize(s, text_of(1200)))
             engine.reset_counters(s)
             engine.decode(s, 70)
-            assert len(s.tokens) == len(prompt) + 1 > 512
             assert engine.info(s).counter("calls_sparse") == s.geometry.n_layer
-            found[str(rope)] = engine.logits(s)
-    values = list(found.values())
-    assert all(np.isfinite(v).all() for v in values)
-    for i, a in enumerate(values):
-        assert all(np.abs(a - b).max() > 0.01 for b in values[:i]), list(found)[i]
-
-
-def test_ctrl_c_while_attention_is_set_frees_all(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lib, freed = engine.library().lib, []
-
-    def stopped(*_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(lib._lib, "llama_set_sparse_attn", stopped)
-    for name in ("llama_free", "llama_model_free"):
-        real = getattr(lib, name)
-        monkeypatch.setattr(
-            lib, name, lambda p, name=name, real=real: (freed.append(name), real(p))
-        )
-    with pytest.raises(KeyboardInterrupt):
-        engine.load(tiny, n_threads=1, attention=SPARSE)
-    assert freed == ["llama_free", "llama_model_free"]
-
-
-def test_a_library_that_is_not_built_is_refused(tiny: Path, tmp_path: Path) -> None:
-    """Python never compiles unasked; the command line builds, and says so."""
-    code = "import sys; from pyorch import engine; engine.load(sys.argv[1])"
-    env = {**os.environ, "SPARQ_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", code, tiny], capture_output=True, env=env)
-    assert done.returncode == 1
-    assert b"SparqError: the library is not built for these sources" in done.stderr
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_model_makes_several_sessions(tiny: Path) -> None:
-    """Weights once, a cache for each; the model closes what is left of them."""
-    with engine.load_model(tiny) as model:
-        short, long = (model.session(n_ctx=n, n_threads=1) for n in (256, 1024))
-        assert (short.n_ctx, long.n_ctx) == (256, 1024)
-        tokens = engine.tokenize(model, text_of(100))
-        assert tokens == engine.tokenize(short, text_of(100))
-        engine.prefill(short, tokens)
-        assert long.tokens == []
-        engine.prefill(long, tokens)
-        assert np.array_equal(engine.logits(short), engine.logits(long))
-        short.close()
-        engine.decode(long, 70)
-    assert not model.handle and not long.ctx
-    with engine.load(tiny, n_threads=1) as s:
-        owned = s.model
-    assert not owned.handle
+            assert all(np.abs(engine.logits(s) - other).max() > 0.01 for other in found), rope
+            found.append(engine.logits(s))
+    assert np.isfinite(found).all()
 
 
 def test_settings_of_rope() -> None:

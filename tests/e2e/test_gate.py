@@ -1,4 +1,4 @@
-"""The promise of `off`: the logits of a stock build of the same pin, bit for bit; of k >= S: dense.
+"""The promise of `off`: the logits of a stock build of the same pin, bit for bit.
 
 Every run is a process of its own (gate.py); the stock library never meets ours.
 """
@@ -21,7 +21,6 @@ from llama import ROOT, python_environment
 
 SCRIPT = Path(__file__).with_name("gate.py")
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
-ALL = "sparq,rank=8,topk=1000000,min_ctx=0"
 
 Run = Callable[..., "np.lib.npyio.NpzFile"]
 
@@ -63,7 +62,8 @@ def assert_same_bits(a, b) -> None:
 
 
 def test_never_set_is_stock(run: Run) -> None:
-    assert run()["ours"] and not run(stock=True)["ours"]  # two libraries, not one with itself
+    ours, stock = (json.loads(str(x["facts"]))["ours"] for x in (run(), run(stock=True)))
+    assert ours and not stock  # two libraries, not one with itself
     assert_same_bits(run(), run(stock=True))
 
 
@@ -75,26 +75,12 @@ def test_never_set_without_flash_attention_is_stock(tiny_run: Run) -> None:
     assert_same_bits(tiny_run(flash=False), tiny_run(flash=False, stock=True))
 
 
-NEAR = {"f32": 0.02, "fast": 0.1}  # of the spread of logits: what rounding may change of a prompt
-
-
 def test_gate_can_fail(run: Run) -> None:
     """With sparse on, logits of decoded tokens differ: the comparison sees what it is to see."""
     sparse = run(spec=f"{SPARSE},prompt=f32")["logits"][1:]
     stock = run(stock=True)["logits"][1:]
     assert not np.array_equal(sparse[0], stock[0])
     assert np.abs(sparse - stock).max() > 0.1 * stock.std()
-
-
-@pytest.mark.parametrize("prompt", NEAR)
-@pytest.mark.parametrize("spec", [ALL, "dense"])
-def test_reading_everything_is_dense(run: Run, spec: str, prompt: str) -> None:
-    """Within rounding, and with the same greedy tokens (those of the tiny model are given)."""
-    got, stock = run(spec=f"{spec},prompt={prompt}"), run(stock=True)
-    assert np.array_equal(got["tokens"], stock["tokens"])
-    spread = stock["logits"].std()
-    assert np.abs(got["logits"] - stock["logits"]).max() < NEAR[prompt] * spread
-    assert not np.array_equal(got["logits"], stock["logits"]), "our op did not run"
 
 
 def test_sparse_does_not_depend_on_threads_or_graph_reuse(tiny_run: Run) -> None:

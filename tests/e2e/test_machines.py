@@ -80,6 +80,7 @@ VARIANTS = {
     "topk": ("topk,k=64,min_ctx=0", {}),
     "dense": ("dense", {}),
     "short": ("sparq", {}),  # below min_ctx: our exact attention, as on one CPU
+    "shifts": (SPARQ, {"n_decode": 1000, "shift": True}),  # which move K, and seal it anew
 }
 
 
@@ -109,7 +110,8 @@ def test_bits_and_counters_are_those_of_one_process(
     if place != "kv here":
         parts = split_layers(N_LAYER, where["tensor_split"], where.get("n_gpu_layers"))
         assert info["layers"] == want["info"]["layers"]
-    n_token = N_DECODE * options.get("n_sequences", 1) * (name not in ("dense", "short"))
+    n_token = options.get("n_decode", N_DECODE) * options.get("n_sequences", 1)
+    n_token *= name not in ("dense", "short")
     devices = sorted(info["devices"], key=lambda x: x["name"])  # CPU, RPC0, ..
     for device, part in zip(devices, parts, strict=True):
         n_here = sum(il < N_LAYER for il in part)
@@ -140,16 +142,6 @@ def test_what_was_saved(what: str, model: Path, workers: list[str], tmp_path: Pa
     got = run(model, SPARQ, tuple(workers[:2]), **{what: str(tmp_path / "there")})
     want = run(model, SPARQ, **{what: str(tmp_path / "here")})
     assert got["bits"] == want["bits"]
-
-
-def test_a_thousand_tokens(model: Path, workers: list[str], run) -> None:
-    """With context shifts, which move K on the workers, and seal it anew."""
-    options = {"n_decode": 1000, "shift": True}
-    got, want = run(model, SPARQ, tuple(workers[:2]), **options), run(model, SPARQ, **options)
-    assert got["bits"] == want["bits"]
-    counters = got["info"]["counters"]
-    assert counters == want["info"]["counters"]
-    assert counters["calls_sparse"] == 1000 * N_LAYER
 
 
 # ---- who is sent what ----

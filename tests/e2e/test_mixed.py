@@ -176,18 +176,6 @@ def test_what_is_read_while_attention_is_off_is_known(model: Model) -> None:
             assert calls(ctx) == ((0, 1) if earlier else (1, 0))
 
 
-def test_a_call_that_failed_changes_nothing(model: Model) -> None:
-    with context(model, SPECS["f16"], True) as ctx:
-        assert ctx.decode(tokens(0, N_PROMPT)) == 0
-        ctx.abort_after(20)
-        assert ctx.decode(tokens(0, 50, N_PROMPT), "none") == 2
-        ctx.abort_after(None)
-        ctx.reset_counters()
-        assert ctx.decode(tokens(0, 1, N_PROMPT)) == 0
-        assert calls(ctx) == (1, 0)
-        assert ctx.check_shadow() == 0
-
-
 @pytest.mark.parametrize("unified", MODES)
 def test_layers_with_sinks_and_windows(unified: bool, tmp_path: Path) -> None:
     """gpt-oss: of a mixed batch, PREFILL reads the layers with a window for all tokens."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tiny as tiny_models
-from server import ask, serving, text
+from server import complete, serving, text
 from tiny_gguf import text_of
 
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
@@ -49,10 +49,8 @@ def drafts(kind: str, models: dict[str, Path]) -> tuple[object, ...]:
     return "--spec-type", "draft-simple", "--spec-draft-model", model, "--spec-draft-n-max", 6
 
 
-def complete(url: str, **more: Any) -> dict[str, Any]:
-    prompt = text_of(N_PROMPT)
-    asked = {"prompt": prompt, "n_predict": N_REPLY, "temperature": 0, "ignore_eos": True}
-    return ask(f"{url}/completion", {**asked, "cache_prompt": False, **more})
+def drafted(url: str, **more: Any) -> dict[str, Any]:
+    return complete(url, text_of(N_PROMPT), n_predict=N_REPLY, cache_prompt=False, **more)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,23 +59,16 @@ def test_the_text_is_that_without_drafts(
     server_dir: Path, models: dict[str, Path], tmp_path: Path, kind: str, mode: str
 ) -> None:
     """Drafts of the same model, which reads exactly, of another, of an MTP head, of n-grams."""
-    args = (
-        "-m",
-        models.get(kind, models["target"]),
-        *COMMON,
-        *MODES[mode],
-        "--sparse-attn",
-        SPARSE,
-        "--metrics",
-    )
+    args = ("-m", models.get(kind, models["target"]), *COMMON, *MODES[mode], "--metrics")
+    args += ("--sparse-attn", SPARSE)
     more = LETTERS if kind in NGRAMS else {}
     with serving(server_dir, tmp_path / "log", *args) as url:
-        want = complete(url, **more)
+        want = drafted(url, **more)
     assert want["timings"]["sparse_attn"]["verified"] == 0
     with serving(server_dir, tmp_path / "log2", *args, *drafts(kind, models)) as url:
-        found = [complete(url, **more) for _ in range(2)]
+        found = [drafted(url, **more) for _ in range(2)]
         metrics = text(f"{url}/metrics")
-        exact = complete(url, **more, sparse_attn=SPARSE + ",verify=exact")
+        exact = drafted(url, **more, sparse_attn=SPARSE + ",verify=exact")
     verified = 0
     for answer in found:
         said = answer["timings"]

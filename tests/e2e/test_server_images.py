@@ -82,17 +82,6 @@ def test_the_text_around_images_is_sparse(
     assert said["off"][1] != said["off"][2], "the images are seen"
 
 
-def test_images_that_were_read_are_kept(server_dir: Path, files: Any, tmp_path: Path) -> None:
-    line = (*files("qwen2vl", "mlp"), *COMMON, "--sparse-attn", SPARQ)
-    story, pictures = "|".join(LETTERS), (tiny_vision.image(1), tiny_vision.image(2))
-    with serving(server_dir, tmp_path / "log", *line) as url:
-        wanted = complete(url, story + " why?", *pictures, id_slot=1)
-        complete(url, story, *pictures, id_slot=0)
-        found = complete(url, story + " why?", *pictures, id_slot=0)
-    assert found["timings"]["prompt_n"] == 5 and found["content"] == wanted["content"]
-    assert found["timings"]["sparse_attn"]["calls_sparse"] > 0
-
-
 def test_documents_beside_images(
     server_dir: Path, files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import fake_device
 import pytest
+from server import complete as answered
 from server import serving
 from test_documents import SPARSE, reading
 from test_server import N_LAYER, N_SLOT, SERVERS, SPECS, complete
 from test_server_documents import COMMON, MAPPED
-from test_server_documents import complete as answered
 
 from pyorch import engine
 from pyorch.engine import document_file

@@ -99,7 +99,6 @@ ARCHITECTURES = [
     ("llama", {"n_head": 2, "n_head_kv": 1, "head_dim": 256}, ALL),
     ("mpt", {"n_head_kv": 4}, ALL),
     ("mpt", {"n_head": 6, "n_head_kv": 2}, ALL),  # ALiBi, heads that are no power of two
-    ("openelm", {}, ALL),  # heads differ from layer to layer
     ("deepseek2-unpacked", {}, ALL),  # longer keys than values
     ("gemma2", {}, [1, 3]),  # the others have a sliding window
     ("gpt-oss", {}, [1, 3]),
@@ -126,6 +125,7 @@ def test_architecture_matches_the_oracle(
             ctx.set_sparse(spec)
             assert ctx.decode(prompt()) == 0
             assert not watch.attends, "prefill went through the sparse op"
+            assert watch.prefilled == ctx.info()["counters"]["calls_prefill"] > 0
             logits = steps(ctx)
             info = ctx.info()
             assert ctx.check_shadow() == (-1 if spec == TOPK else 0)
@@ -163,21 +163,6 @@ def test_reading_everything_equals_llama_cpp(
         assert ctx.decode(prompt()) == 0
         want = steps(ctx)
     assert spread(run(model(arch, **sizes), f"{spec},prompt={how}"), want) < NEAR[how]
-
-
-@pytest.mark.parametrize("types", [{}, {"type_k": "q8_0", "type_v": "q8_0"}])
-@pytest.mark.parametrize("arch", ["gemma2", "gpt-oss"])
-def test_prompts_of_sliding_window_layers_are_ours(
-    model: GetModel, arch: str, types: dict[str, str]
-) -> None:
-    """Looked at by the oracle."""
-    watch = Watch()
-    with Context(model(arch), watch=watch, n_ubatch=128, **types) as ctx:
-        ctx.set_sparse("dense")
-        assert ctx.decode(prompt()) == 0
-        counters = ctx.info()["counters"]
-    assert watch.prefilled == counters["calls_prefill"] == 4 * N_PROMPT
-    assert counters["calls_stock"] == 0
 
 
 @pytest.mark.parametrize(("arch", "types", "reason"), [

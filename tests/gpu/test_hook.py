@@ -12,26 +12,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llama import ROOT, from_child
+from test_gate import Run, runner
 
 from pyorch.native import cuda
 
 pytestmark = pytest.mark.gpu
-DECODE = Path(__file__).with_name("decode.py")
 
 
-def decode(model: Path, n: int, *options: str) -> dict:
-    return from_child(DECODE, model, ROOT / "models/demo/document.txt", n, *options, timeout=None)
+@pytest.fixture(scope="module")
+def decode(demo_model: Path, cuda_lib_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Greedy tokens after the first 1500 of a text, by gate.py."""
+    text = str(ROOT / "models" / "demo" / "document.txt")
+    options = {"text": text, "n_prompt": 1500, "n_ctx": 4096, "n_threads": 1}
+    return runner(demo_model, tmp_path_factory.mktemp("demo"), **options)
 
 
 @pytest.mark.parametrize("spec", ["sparq,rank=16,topk=128", "topk,k=256"])
-def test_1000_greedy_tokens_are_those_of_the_cpu(spec: str, demo_model, cuda_lib_dir: Path) -> None:
+def test_1000_greedy_tokens_are_those_of_the_cpu(spec: str, decode: Run) -> None:
     line = spec + ",min_ctx=0,gpu_min_mb=0"
-    on_cpu, on_gpu = decode(demo_model, 1000, line, "0"), decode(demo_model, 1000, line, "99")
-    assert on_gpu["calls_sparse"] == on_cpu["calls_sparse"] > 0
-    assert on_gpu["reasons"] == [""] and on_gpu["differ"] in (0, -1)  # -1: top-k has no shadow
-    pairs = zip(on_cpu["text"], on_gpu["text"], on_cpu["leads"], on_gpu["leads"], strict=True)
-    parted = [(i, a, b, *leads) for i, (a, b, *leads) in enumerate(pairs) if a != b]
-    assert not parted, f"(token, on the CPU, on the GPU, their leads): {parted[0]}"
+    on_cpu, on_gpu = (decode(spec=line, n_decode=1000, n_gpu_layers=n) for n in (0, 99))
+    here, there = (json.loads(str(x["facts"])) for x in (on_cpu, on_gpu))
+    calls, on_cpu_calls = (x["info"]["counters"]["calls_sparse"] for x in (there, here))
+    assert calls == on_cpu_calls > 0
+    assert {layer["reason"] for layer in there["info"]["layers"]} == {""}
+    assert there["differ"] in (0, -1)  # -1: top-k has no shadow
+    parted = np.flatnonzero(on_cpu["tokens"] != on_gpu["tokens"])
+    best = np.sort(on_cpu["logits"][parted[:1]])[:, -2:]
+    assert not len(parted), f"token {parted[0]}, whose two best logits are {best}"
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
@@ -50,10 +57,10 @@ def test_a_reply_beside_prompts_is_what_it_is_alone(
         assert np.abs(got - alone).max() < 0.2 * np.abs(got - off).max()
 
 
-def test_cuda_graphs_stay_captured(demo_model, cuda_lib_dir: Path) -> None:
+def test_cuda_graphs_stay_captured(decode: Run) -> None:
     """Captured anew when the view of the cache grows (every 256 tokens), not per token."""
-    found = decode(demo_model, 400, "sparq,rank=16,topk=128,min_ctx=0,gpu_min_mb=0", "99", "--log")
-    log = found["log"]
+    spec = "sparq,rank=16,topk=128,min_ctx=0,gpu_min_mb=0"
+    log = json.loads(str(decode(spec=spec, n_decode=400, n_gpu_layers=99)["facts"]))["log"]
     if any("due to GPU architecture" in line for line in log):
         pytest.skip("no CUDA graphs on this device")
     assert not any("unsupported node" in line or "update failed" in line for line in log)

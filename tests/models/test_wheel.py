@@ -130,9 +130,3 @@ def test_the_list_and_rm(index: Path, run: Run) -> None:
     code, _, err = run("models", "rm", CARD, "--yes")
     assert code == 0, err
     assert not path.exists()
-
-
-def test_explain_asks_the_card_until_the_file_is_here(index: Path, run: Run) -> None:
-    code, out, err = run("explain", "-m", CARD, "--ctx", "2048", "--json", "-t", "1")
-    assert code == 0 and "from its card" in err
-    assert json.loads(out)["model"] == "SmolLM2 135M Instruct"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pyorch import __version__, system
-from pyorch.native import carried_cuda, cuda, cuda_wheel, wheel
+from pyorch.native import cuda_wheel, wheel
 
 LINUX = wheel.TARGETS["linux-x86_64"]
 
@@ -43,8 +43,3 @@ def test_what_the_package_has_and_needs(tmp_path: Path) -> None:
     assert has["sparq_cpp_cuda/libggml-cuda.so"] == "libggml-cuda.so"
     assert json.loads(has["sparq_cpp_cuda/stamp.json"]) == stamp
     assert has["sparq_cpp_cuda/licenses/llama.cpp/LICENSE"] == "MIT"
-
-
-def test_its_architectures_are_those_that_a_build_may_name() -> None:
-    assert set(cuda_wheel.ARCHS) < set(cuda.ARCHS)
-    assert all(carried_cuda._runs(arch, arch) for arch in cuda_wheel.ARCHS)

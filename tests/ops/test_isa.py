@@ -7,7 +7,6 @@ scalar code, with little scratch.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,14 +39,6 @@ def isa(request, ggml, ggml_headers: Path, tmp_path_factory) -> Iterator[IsaGgml
 def test_isa_equals_oracle(isa: IsaGgml) -> None:
     """Many cases in one test: with an emulator each costs a process per op."""
     check_cases(isa, CASES[::4], test_steps.check_steps)
-
-
-@pytest.mark.slow
-def test_isa_equals_oracle_in_all_cases(isa: IsaGgml) -> None:
-    """Scalar code rounds most, since it has one sum where vectors have as many as lanes."""
-    if isa.target != "scalar" and not os.environ.get("SPARQ_TEST_ISA_ALL"):
-        pytest.skip("SPARQ_TEST_ISA_ALL is not set")
-    check_cases(isa, CASES, test_steps.check_steps)
 
 
 def check_cases(isa: IsaGgml, chosen: list[cases.Case], check: Callable[..., None]) -> None:

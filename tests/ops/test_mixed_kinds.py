@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import cases
-import graphs
 import numpy as np
 import pytest
 from cases import Case
-from ggml_ctypes import STATS, Ggml, ScoreParams, ScoreSelectParams, SelectParams
+from ggml_ctypes import Ggml, ScoreParams, ScoreSelectParams, SelectParams
 from graphs import Sources, dense_run, sparse_run
 from tolerances import EPS32
 
@@ -73,44 +72,6 @@ def test_tokens_of_prompts_among_replies(case: Case, exact: bool, ggml: Ggml) ->
             got = sparse_run(ggml, both, n_threads, exact)
             assert (got[gone] == 0).all()
             assert np.array_equal(got[~gone], want[~gone]), n_threads
-
-
-@over_cases
-def test_mixed_selection_and_counters(case: Case, ggml: Ggml) -> None:
-    """n_sel is -1 where everything is read, nothing is scored for it, and it counts as dense."""
-    data = cases.make(case)
-    n_tok, n_stream = case.batch
-    g_q = case.heads[0] // case.heads[1]
-
-    def run(data: cases.Data) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-        with ggml.graph() as g:
-            s = Sources(data, g)
-            fused, select = graphs.score_select(s), graphs.select(s, graphs.score(s))
-            g.compute(fused, select)
-            raw = g.read(fused), g.read(select)
-        with ggml.graph() as g:
-            s = Sources(data, g)
-            g.compute(graphs.whole(s))
-            return *raw, s.stats_read()
-
-    plain, _, whole = run(data)
-    parts = []
-    for parity in (0, 1):
-        both, every = mixed(data, parity)
-        fused, select, stats = run(both)
-        assert np.array_equal(fused, select)
-        assert np.array_equal(fused[~every], plain[~every])
-        assert (fused[every][..., 0] == -1).all() and (fused[every][..., 1 + g_q :] == -1).all()
-        assert (fused[every][..., 1 : 1 + g_q].copy().view(np.float32) == -np.inf).all()
-        assert stats["attend_dense"] == every.sum()
-        assert stats["attend_sparse"] == n_tok * n_stream - every.sum()
-        parts.append(stats)
-    with ggml.graph() as g:
-        s = Sources(data, g)
-        g.compute(graphs.attend(s, None))
-        dense = s.stats_read()
-    # either half of the tokens was sparse once and dense once
-    assert {n: parts[0][n] + parts[1][n] for n in STATS} == {n: whole[n] + dense[n] for n in STATS}
 
 
 @over_cases

@@ -24,7 +24,6 @@ from ggml_ctypes import (
     PrefillParams,
     ScoreParams,
     ScoreSelectParams,
-    SealParams,
     SelectParams,
 )
 from isa import IsaGgml
@@ -59,11 +58,10 @@ class Counting(IsaGgml):
         self.bytes = {}
         return super().graph()
 
-    def zeros(self, g: Graph, kind: str, *shape: int, regions: int = 1):
-        """A tensor whose memory is watched, as so many regions."""
+    def zeros(self, g: Graph, kind: str, *shape: int):
+        """A tensor whose memory is watched."""
         t, array = g.lazy(shape, kind)
-        for part in array.reshape(regions, -1):
-            self.lib.count_watch(part.ctypes.data, part.nbytes)
+        self.lib.count_watch(array.ctypes.data, array.nbytes)
         return t
 
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
@@ -144,30 +142,3 @@ def test_few_tokens_feed_many_threads(counting: Counting) -> None:
         total.add(int(found.sum()))
         assert found.mean() / found.max() > 0.95, n_threads
     assert len(total) == 1
-
-
-@pytest.mark.parametrize("n_threads", [2, 4, 8, 16, 32, 64, 128])
-@pytest.mark.parametrize("n_pos", [8192, 14336])
-def test_shadow_lies_on_the_node_that_reads_it(
-    n_pos: int, n_threads: int, counting: Counting
-) -> None:
-    """Threads lie on nodes in turns (`--numa distribute`); who seals a head touches it first."""
-    n_group = n_pos // 64
-    with counting.graph() as g:
-        k_t = counting.zeros(g, "i8", 1, N_KV * D, n_pos // 2 + 192, regions=N_KV)
-        k, _ = g.lazy((1, n_pos, N_KV, D), "f16")
-        k_range, _ = g.lazy((1, n_pos // 512, N_KV * D, 2), "f32")
-        given = {"k": k, "k_range": k_range, "sealed": np.ones((1, n_group))}
-        k_t = g.node("seal", SealParams(4), k_t=k_t, list=np.arange(n_group)[None], **given)
-        given |= {"k_t": k_t, "q": query(), "mask": np.zeros((1, 1, 1, n_pos), np.float32)}
-        params = ScoreSelectParams(ScoreParams(32, D**-0.5, 0, 0, 4), SelectParams(64, N_KV, 0, 0))
-        out = g.node("score_select", params, wanted=np.array([[[[64, 0, 0]]]]), **given)
-        g.compute(out, n_threads=n_threads)
-        seals, reads = (counting.bytes[step][:, :8].T > 0 for step in ("SEAL", "SCORE_SELECT"))
-    assert seals.any(0).all(), "every thread seals"
-    for seal, fused in zip(seals, reads, strict=True):  # by KV head
-        assert seal.any() and fused.any()
-        for n_node in (n for n in (2, 4, 8) if n_threads % n == 0):
-            nodes = {int(t) % n_node for t in np.flatnonzero(seal)}
-            assert {int(t) % n_node for t in np.flatnonzero(fused)} == nodes
-            assert len(nodes) == 1

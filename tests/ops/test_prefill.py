@@ -10,7 +10,7 @@ import oracle
 import pytest
 from cases import Case
 from ggml_ctypes import STATS, Ggml
-from graphs import Sources, dense_run, prefill, prefill_run
+from graphs import Sources, prefill, prefill_run
 from tolerances import EPS32, Errors
 
 FACTORS = {
@@ -107,14 +107,6 @@ def test_prefill_fast_equals_oracle(case: Case, ggml: Ggml) -> None:
     check_prefill(case, ggml, fast=True)
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_prefill_equals_attend(case: Case, ggml: Ggml) -> None:
-    """What ATTEND gives token by token."""
-    data = cases.make(case)
-    seen = np.abs(data.v[~data.hidden]).max()
-    assert np.abs(prefill_run(ggml, data) - dense_run(ggml, data)).max() <= 16 * EPS32 * seen
-
-
 @either_kind
 @pytest.mark.parametrize(("case", "keep"), with_keep, ids=str)
 def test_threads_are_bit_identical(case: Case, keep: float, fast: bool, ggml: Ggml) -> None:
@@ -155,17 +147,6 @@ def test_prefill_other_tokens_change_no_bit(case: Case, n: int, fast: bool, ggml
     part = replace(data, q=data.q[:, :n], mask=data.mask[:, :, :n], kl=data.kl[:, :, :n])
     part.forced = data.forced[:, :, :n]
     assert np.array_equal(prefill_run(ggml, part, fast=fast), whole[:, :n])
-
-
-def test_prefill_one_token_among_others(ggml: Ggml) -> None:
-    """Its mask is not theirs, also where its query heads lie in two blocks."""
-    for n_tok, at in ((19, 9), (19, 18), (40, 18), (40, 27)):
-        for hides in (True, False):
-            data = cases.make(Case(n_kv=300, heads=(7, 1), batch=(n_tok, 1), mask="open"))
-            data.mask[0, 0, :, 64:128] = 0 if hides else -np.inf
-            data.mask[0, 0, at, 64:128] = -np.inf if hides else 0
-            seen = np.abs(data.v).max()
-            assert np.abs(prefill_run(ggml, data) - dense_run(ggml, data)).max() < 16 * EPS32 * seen
 
 
 def test_prefill_of_extreme_logits(ggml: Ggml) -> None:

@@ -15,7 +15,7 @@ import pytest
 from pyorch import policies
 from pyorch.policies import keyformer, low_rank, pages
 from pyorch.policies.base import Heads, Policy, Selector, Step, top
-from pyorch.policies.prompt import LayerPrompt, _Layer
+from pyorch.policies.prompt import Prompt, _Layer
 
 
 def keys_and_queries(
@@ -52,7 +52,7 @@ def test_top_takes_the_lower_of_equals() -> None:
 def selector(policy: Policy, q: np.ndarray, k: np.ndarray, n: int, scale: float) -> Selector:
     """After a prompt of n positions of q (all, n_head, d), k (all, n_head_kv, d)."""
     layer = _Layer(q[:n].astype(np.float16), (scale, 0.0, 0.0))
-    return policy.start(heads_of(q, k), LayerPrompt(layer, n, k[:n]))
+    return policy.start(heads_of(q, k), Prompt(layer, n, k[:n]))
 
 
 def heads_of(q: np.ndarray, k: np.ndarray) -> Heads:
@@ -248,7 +248,7 @@ def test_prompt_logits(max_bias: float, softcap: float) -> None:
     n, n_head, n_head_kv, d = 300, 6, 2, 8
     q, k = keys_and_queries(n, n_head, n_head_kv, d)
     q = q.astype(np.float16).astype(np.float32)
-    prompt = LayerPrompt(_Layer(q.astype(np.float16), (0.4, max_bias, softcap)), n, k)
+    prompt = Prompt(_Layer(q.astype(np.float16), (0.4, max_bias, softcap)), n, k)
     slopes = alibi.alibi_slopes(n_head, max_bias)
     for start, stop in ((0, None), (17, 18), (250, 299)):
         row = start

@@ -47,7 +47,7 @@ class Trace:
 def trace(session: engine.Session) -> Trace:
     """Record from now on; `untrace` ends it."""
     watch: Any = session.watch
-    found, inner, ours = Trace(), type(watch).node, watch.attached.ours
+    found, inner, ours = Trace(), type(watch).node, watch.ours
 
     def node(address: int, ask: bool) -> bool:
         wanted = inner(watch, address, ask)

@@ -1,6 +1,8 @@
-"""python -m pyorch.native dist               # all wheels
-python -m pyorch.native dist linux-x86_64  # one
-python -m pyorch.native dist cuda [90]     # that of sparq-cpp-cuda
+"""Makes wheels, for `make wheels` and `make wheel-cuda`.
+
+python -m pyorch.native.wheels dist               # all of `wheel.TARGETS`
+python -m pyorch.native.wheels dist linux-x86_64  # one
+python -m pyorch.native.wheels dist cuda [90]     # the package sparq-cpp-cuda, for all GPUs or one
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from pyorch.native import cuda_wheel, wheel
 
 
 def main() -> None:
-    """Make the wheels that the command line names; all of `wheel.TARGETS` if it names none."""
     into, names = paths.expanded(sys.argv[1]).absolute(), sys.argv[2:]
     for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"):  # they would make another wheel
         os.environ.pop(name, None)
@@ -31,4 +32,5 @@ def main() -> None:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
 
 
-main()
+if __name__ == "__main__":
+    main()
