@@ -46,7 +46,7 @@ def share(found: series.Series, dense: series.Series) -> tuple[float, float, flo
     def of(i: np.ndarray) -> float:
         return 100 * float(found.scores[i].mean() / dense.scores[i].mean())
 
-    return stats.jackknife(of, len(found.scores))
+    return stats.jackknife(of, len(found.scores), found.texts)
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:

@@ -222,12 +222,8 @@ def name_of(spec: AttentionSpec, flash_attn: bool) -> str:
     return f"{STOCK} -fa {int(flash_attn)}" if spec == OFF else f"ours, {spec.prompt}"
 
 
+@tables
 def table(recs: Sequence[Record]) -> str:
-    """Those of all runs, of which each has its own model, cache and weights."""
-    return tables(recs, _table)
-
-
-def _table(recs: Sequence[Record]) -> str:
     """Seconds of 512 tokens at each depth, and of whole prompts beside llama.cpp's faster one."""
     all_lines = lines(recs)
     depths = all_lines[0].depths

@@ -122,12 +122,9 @@ def rows(recs: Sequence[Record]) -> list[plot.Row]:
     return out
 
 
+@tables
 def table(recs: Sequence[Record]) -> str:
-    """Those of all runs, each of which has its own model and sizes."""
-    return tables(recs, _table)
-
-
-def _table(recs: Sequence[Record]) -> str:
+    """That of a run, which has its own model and sizes."""
     case, env = records.read_case(ServerCase, recs[0]), recs[0]["env"]
     head = ["attention", "tokens/s of all slots", "against the best stock"]
     head += ["ms between tokens, p50 / p95 / p99", "s to the first token, median / maximum"]

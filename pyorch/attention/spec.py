@@ -238,9 +238,10 @@ def check_against_model(spec: AttentionSpec, head_dim: int, n_layer: int | None 
     Raises:
         SparqError: a rank is above `head_dim`, or a list does not have `n_layer` entries.
     """
-    for entries in (spec.k_layers, spec.rank_layers):
+    for name in ("k_layers", "rank_layers"):
+        entries = getattr(spec, name)
         if entries and n_layer not in (None, len(entries)):
-            message = f"{len(entries)} entries for {n_layer} layers in {spec}"
+            message = f"{name} has {len(entries)} entries for {n_layer} layers"
             raise SparqError(message, "give one for each layer, separated by ':'", exit_code=2)
     most = max(spec.rank_layers or (spec.rank or 0,))
     if head_dim and most > head_dim:

@@ -152,16 +152,14 @@ class Names:
         """Add a name for a line that ends there."""
         self._ends.setdefault(ax, []).append((name, x, y, color))
 
-    def write(self, figure: Any, pad: Mapping[Any, float] | None = None) -> None:
-        """Write the names. pad: their distance from the lines, as a share of the axes' width."""
+    def write(self, figure: Any) -> None:
+        """Write the names."""
         figure.canvas.draw()
         for ax, ends in self._ends.items():
-            label_ends(ax, ends, pad=(pad or {}).get(ax, 0.02))
+            _label_ends(ax, ends)
 
 
-def label_ends(
-    ax: Any, ends: Sequence[tuple[str, float, float, str]], *, pad: float = 0.02
-) -> None:
+def _label_ends(ax: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
     """Write names at the right ends of lines, moved apart: (text of some lines, x, y, colour)."""
     n_line = 1 + max(text.count("\n") for text, *_ in ends)
     height = 0.062 * n_line  # the height of a name as a share of the axis
@@ -179,7 +177,9 @@ def label_ends(
                 ys[i] += lap / 2
     right = max(s[0] for s in spots)
     for (_, _, text, colour), y in zip(spots, ys, strict=True):
-        ax.text(right + pad, y, text, color=colour, transform=ax.transAxes, va="center", fontsize=8)
+        ax.text(
+            right + 0.02, y, text, color=colour, transform=ax.transAxes, va="center", fontsize=8
+        )
 
 
 def write(picture: Any, rows: Sequence[Row], name: str, about: dict[str, str], out: Path) -> None:

@@ -97,10 +97,16 @@ class Search:
     n_pos: int
     head_dim: int
     share: float
+    progress: Progress = silent  # called with (points measured, the most that there may be)
+    n_done: int = 0
 
     def measure(self, points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
         """KL and bytes of each point."""
-        found = [self.meter.measure(p.spec, self.which) for p in points]
+        found = []
+        for p in points:
+            found.append(self.meter.measure(p.spec, self.which))
+            self.n_done += 1
+            self.progress(self.n_done, len(STEPS) * (4 * len(self.meter.layers) + 23) + 51)
         return np.array([m.kl.mean() for m in found]), np.array([m.share for m in found])
 
     def best(self, points: Sequence[Point]) -> Point:
@@ -124,10 +130,9 @@ class Search:
             x = float(np.clip(x + missing / rows, x / 4, x * 4))
         return scaled(min(tried)[2]) if tried else p
 
-    def round(self, p: Point, number: int, progress: Progress = silent) -> Point:
-        """Steps 1 to 3 of the module's text. progress: called with (layers done, of all rounds)."""
-        layers, step = self.meter.layers, STEPS[number]
-        turn = min(step, 2)
+    def round(self, p: Point, step: float) -> Point:
+        """Steps 1 to 3 of the module's text."""
+        layers, turn = self.meter.layers, min(step, 2)
         ks = np.array([p.k / step, p.k, np.minimum(p.k * step, 1)])
         ranks = np.array([np.minimum(p.rank - 1, p.rank / turn), p.rank,
                           np.maximum(p.rank + 1, p.rank * turn)])  # fmt: skip
@@ -136,7 +141,7 @@ class Search:
         grid = np.geomspace(ks[0], ks[2], N_GRID)
         kls: list[np.ndarray] = []  # per layer: each of three ranks with each k of the grid
         costs: list[np.ndarray] = []
-        for n, il in enumerate(layers):
+        for il in layers:
             me = np.arange(len(p.k)) == il
             changed = [replace(p, k=np.where(me, ks[i], p.k)) for i in (0, 2)]
             changed += [replace(p, rank=np.where(me, ranks[i], p.rank)) for i in (0, 2)]
@@ -144,7 +149,6 @@ class Search:
             for out, d, scale in ((kls, kl - kl_here, np.log), (costs, share - share_here, np.abs)):
                 of_k = np.interp(scale(grid[:, il]), scale(ks[:, il]), [d[0], 0, d[1]])
                 out.append(np.add.outer([d[2], 0, d[3]], of_k).ravel())
-            progress(number * len(layers) + n + 1, len(STEPS) * len(layers))
         choice = allocate(np.array(kls), np.array(costs), self.share - share_here)
         k, rank = p.k.copy(), p.rank.copy()
         k[layers] = grid[choice % N_GRID, layers]
@@ -242,12 +246,12 @@ def _points(
     geo, sizes = meter.session.geometry, [t.bytes_per_element for t in meter.session.types]
     row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
     s = split(base, n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
-    search = Search(meter, which, n_pos, geo.head_dim_k, share)
+    search = Search(meter, which, n_pos, geo.head_dim_k, share, progress)
     uniform = Point(np.full(geo.n_layer, s.topk / n_pos), np.full(geo.n_layer, s.rank), base)
     without = replace(base, mean_v="off")
     p = search.best([uniform, search.to_share(replace(uniform, base=without))])
-    for number in range(len(STEPS)):
-        p = search.round(p, number, progress)
+    for step in STEPS:
+        p = search.round(p, step)
     others = [replace(p, base=replace(p.base, local=n)) for n in LOCAL]
     p = search.best([p, *map(search.to_share, others)])
     others = [replace(p, base=replace(p.base, top_p=x)) for x in TOP_P]

@@ -135,9 +135,9 @@ def _print(result: saved.Result) -> None:
         print(f"\n  mean of V {spec.mean_v}, local window {local}")
     print(f"\n  {'settings':<22}{'KL to dense':>12}{'bytes':>9}")
     for c in result["candidates"]:
-        mark = {result["chosen"]: " < calibrated", result["chosen_top_p"]: " < top-p"}
-        print(
-            f"  {c['name']:<22}{c['kl']:>12.5f}{100 * c['share']:>8.2f} %{mark.get(c['name'], '')}"
-        )
+        chosen = {"calibrated": result["chosen"], "top-p": result["chosen_top_p"]}
+        marks = ", ".join(budget for budget, name in chosen.items() if name == c["name"])
+        mark = f" < {marks}" if marks else ""
+        print(f"  {c['name']:<22}{c['kl']:>12.5f}{100 * c['share']:>8.2f} %{mark}")
     n = len(result["candidates"][0]["kl_contexts"]) * result["n_tokens"]
     print(f"\n  nats, mean over {n} decoded tokens")

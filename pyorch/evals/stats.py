@@ -73,15 +73,18 @@ def _error(without: np.ndarray) -> float:
     return math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
 
 
-def jackknife(statistic: Callable[[np.ndarray], float], n: int) -> tuple[float, float, float]:
-    """A statistic of n independent contexts and its interval.
+def jackknife(
+    statistic: Callable[[np.ndarray], float], n: int, groups: Sequence[int] | None = None
+) -> tuple[float, float, float]:
+    """A statistic of n contexts and its interval.
 
     Args:
         statistic: of the contexts whose numbers it is given.
+        groups: (n,) the numbers of their texts.
     """
-    every = np.arange(n)
-    value = statistic(every)
-    return (value, *student(value, np.array([statistic(np.delete(every, i)) for i in every])))
+    texts, value = np.arange(n) if groups is None else np.array(groups), statistic(np.arange(n))
+    without = [statistic(np.flatnonzero(texts != text)) for text in np.unique(texts)]
+    return (value, *student(value, np.array(without)))
 
 
 def mean(samples: np.ndarray, groups: Sequence[int] | None = None) -> tuple[float, float]:

@@ -100,8 +100,8 @@ def test_two_rounds_come_near_the_joint_optimum(share: float) -> None:
     """Of all ranks and k on a grid, where the errors of layers do not add up."""
     s, p = formula_search(share)
     kls = [s.measure([p])[0][0]]
-    for number in range(len(search.STEPS)):
-        p = s.round(p, number)
+    for step in search.STEPS:
+        p = s.round(p, step)
         kl, read = s.measure([p])
         assert read[0] <= search.MAX_SHARE * share and kl[0] <= kls[-1]
         kls.append(kl[0])

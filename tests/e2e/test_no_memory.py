@@ -33,6 +33,7 @@ def main(path: Path) -> None:
 
         def cases():
             yield "llama_sparse_attn_parse", c_int32, (SPEC, err, size)
+            yield "llama_sparse_attn_keys", c_int32, (err, size)
             for spec in (SPEC + b",shadow=q8", SPEC):
                 yield "llama_set_sparse_attn", c_int32, (at, spec, err, size)
             yield "llama_set_sparse_attn_seq", c_int32, (at, seq, b"dense", err, size)

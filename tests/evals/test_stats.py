@@ -128,6 +128,9 @@ def test_a_statistic_that_one_text_makes_infinite_has_no_upper_bound() -> None:
     assert stats.jackknife(time_to_reach, 8)[2] == np.inf
     ratio = stats.jackknife(lambda i: float(values[i].mean() / 2), 8)
     assert ratio == pytest.approx((values.mean() / 2, *stats.mean(values / 2)))
+    twice = np.repeat(values, 2)
+    same = stats.jackknife(lambda i: float(twice[i].mean() / 2), 16, [i // 2 for i in range(16)])
+    assert same == pytest.approx(ratio)
 
 
 def test_standard_error() -> None:

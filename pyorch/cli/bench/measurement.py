@@ -12,6 +12,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import wraps
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -378,9 +379,14 @@ def whole_table(of: Measurement, folder: Path) -> str:
     return text if old in text else f"{text}\n\n{old}"
 
 
-def tables(recs: Sequence[Record], table_of: Callable[[list[Record]], str]) -> str:
-    """The tables of each run."""
-    return "\n\n".join(table_of([*run.values()]) for run in records.by_run(recs))
+def tables(of_run: Callable[[Sequence[Record]], str]) -> Callable[[Sequence[Record]], str]:
+    """Make a function of records show those of each run by themselves."""
+
+    @wraps(of_run)
+    def of_all(recs: Sequence[Record]) -> str:
+        return "\n\n".join(of_run([*run.values()]) for run in records.by_run(recs))
+
+    return of_all
 
 
 def model_name(model: Path) -> str:

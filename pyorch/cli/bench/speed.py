@@ -317,6 +317,9 @@ def groups(given: Given) -> list[list[SpeedCase]]:
     if not tests:
         raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
     most = max(*given.n_prompt, *given.n_gen)
+    for path in given.models:
+        geo, room = geometry_of(path), room_for(max(given.n_depth), most)
+        note_if_beyond(context_size(geo, room, given.rope.settings()), geo.n_ctx_train)
     caches = []
     for source in given.models or given.like:
         for cache_ in crossed(given, "n_depth", "type_k", "type_v"):
@@ -338,13 +341,9 @@ def groups(given: Given) -> list[list[SpeedCase]]:
             caches.append((model, cache_, who))
     _agree_to_write([m for m, *_ in caches if isinstance(m, Synthetic)], given.yes)
     shared, planned = settings(SpeedCase, given), []
-    rope = given.rope.settings()
     for model, cache_, who in caches:
         path = model.written() if isinstance(model, Synthetic) else model
         geo = geometry_of(path)
-        if path is model:
-            room = room_for(cache_["n_depth"], most)
-            note_if_beyond(context_size(geo, room, rope), geo.n_ctx_train)
         about = {
             "model": path,
             "model_filename": printable(path.name),
