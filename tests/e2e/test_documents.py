@@ -311,13 +311,17 @@ def test_kill_9(tiny: Path, tmp_path: Path) -> None:
     assert path.read_bytes() == whole.read_bytes()
 
 
+def interrupt(done: int, _: int) -> None:
+    if done >= 640:
+        raise KeyboardInterrupt
+
+
 def test_another_text_begins_anew(tiny: Path, tmp_path: Path) -> None:
     path, seen = tmp_path / "d.kv", []
     with engine.load(tiny, attention=SPARSE, n_batch=64) as s:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(document, "PIECE", 256)
-            stop: Callable[[], bool] = lambda: len(s.tokens) >= 640  # noqa: E731
-            engine.read_document(s, path, reading(), should_stop=stop)
+            engine.read_document(s, path, reading(), progress=interrupt)
         other = reading(seed=3)
         engine.read_document(s, path, other, progress=lambda a, _: seen.append(a))
         assert seen[0] == 0
