@@ -14,7 +14,7 @@ from pyorch.attention.spec import AttentionSpec
 
 ROOT = Path(pyorch.__file__).parent
 # each may import those before it; modules of one folder may import each other, but not in a circle
-FLOORS = ("system", "errors", "text", "children", "paths", "progress", "text_file", "table")
+FLOORS = ("system", "errors", "text", "children", "progress", "paths", "text_file", "table")
 FLOORS += (
     "ggml",
     "native",
