@@ -24,7 +24,6 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -318,14 +317,6 @@ def _ops_files(root: Path, options: Options) -> dict[str, Path]:
         if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
         if options.cuda or file.relative_to(root).parts[0] != "cuda"
     }
-
-
-def once(done: Callable[[], bool], make: Callable[[], None]) -> None:
-    """Make something in the cache unless it is done, also by another process meanwhile."""
-    if not done():
-        with paths.locked(paths.cache()):
-            if not done():
-                make()
 
 
 def _sync_ops(into: Path, options: Options) -> None:
