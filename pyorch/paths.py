@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,3 +109,15 @@ def locked(root: Path) -> Iterator[int]:
         file.write(str(os.getpid()))
         file.flush()
         yield file.fileno()
+
+
+def once(root: Path, done: Callable[[], bool], make: Callable[[int], None]) -> None:
+    """Make something below `root` unless it is done, also by another process meanwhile.
+
+    Args:
+        make: gets the descriptor of the lock that `root` has meanwhile.
+    """
+    if not done():
+        with locked(root) as lock:
+            if not done():
+                make(lock)
