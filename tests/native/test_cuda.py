@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from c_library import compiled
+from fakes import write
 
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, probe
@@ -104,12 +105,9 @@ def test_toolkit(
 
 def test_libraries_of_python_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the toolkit lacks comes from nvidia-cublas; what it has is its own."""
-    for file in ("lib/libcublas.so.13", "lib/libcublasLt.so.13", "include/cccl/cub/version.cuh"):
-        (tmp_path / "nvidia" / "cu13" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "nvidia" / "cu13" / file).touch()
-    (tmp_path / "cuda" / "lib64").mkdir(parents=True)
-    (tmp_path / "cuda" / "lib64" / "libcudart.so").touch()
-    (tmp_path / "cuda" / "bin").mkdir()
+    files = ("lib/libcublas.so.13", "lib/libcublasLt.so.13", "include/cccl/cub/version.cuh")
+    write(tmp_path / "nvidia" / "cu13", dict.fromkeys(files, ""))
+    write(tmp_path / "cuda", {"lib64/libcudart.so": "", "bin/nvcc": ""})
     compiler = nvcc(tmp_path / "cuda" / "bin", "13.0", 'touch "$3"')
     monkeypatch.setattr(cuda, "find_nvcc", lambda: compiler)
     monkeypatch.setattr(cuda, "devices", lambda: ((), "none"))
@@ -152,8 +150,7 @@ def test_build(world: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(H100, nvcc="")
     assert build.find(with_cuda) == folder, "it needs no compiler"
 
-    (world / "ggml_ops" / "cuda").mkdir()
-    (world / "ggml_ops" / "cuda" / "op.cu").write_text("")
+    write(world, {"ggml_ops/cuda/op.cu": ""})
     assert build.find(build.Options()) == plain and build.find(with_cuda) is None
 
 
