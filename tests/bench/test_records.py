@@ -6,14 +6,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.papers import roofline
-from bench.papers.roofline import PeakCase
 from pyorch import native
 from pyorch.bench import records
 from pyorch.cli.bench import measurement
@@ -134,6 +132,12 @@ def test_the_commit_is_that_of_our_own_repository(
     assert records._commit() == {"commit": "", "dirty": False}
 
 
+@dataclass(frozen=True)
+class Case:
+    n: int
+    library: str = "sparq"
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
     """Measures groups of cases, whose sample is how many were measured before."""
@@ -142,18 +146,18 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
     monkeypatch.setattr(records, "environment", lambda libraries: env)
     n_measured = 0
 
-    def measure(_: object, group: Sequence[PeakCase], __: object) -> list[records.Result]:
+    def measure(_: object, group: Sequence[Case], __: object) -> list[records.Result]:
         nonlocal n_measured
         n_measured += 1
         return [{"samples_ns": [n_measured]}]
 
+    made = measurement.Measurement("b", "", Case, lambda _: [], measure, str)
+
     def of(file: Path, *sizes: int, force: bool = False, cpu: str = "A") -> list[records.Record]:
         env["machine"] = {"cpu": cpu}
-        groups = [[PeakCase(n, 1)] for n in sizes]
+        groups = [[Case(n)] for n in sizes]
         options = measurement.Given(force=force)
-        recs, n_failed = measurement.measured(
-            replace(roofline.PEAK, measure=measure), options, groups, file
-        )
+        recs, n_failed = measurement.measured(made, options, groups, file)
         assert not n_failed
         return recs
 
