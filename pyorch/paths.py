@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import platformdirs
 
 from pyorch import system
 from pyorch.errors import SparqError
+from pyorch.progress import say
 
 PACKAGE = Path(__file__).resolve().parent
 REPOSITORY = PACKAGE.parent
@@ -95,18 +96,14 @@ def expanded(name: str) -> Path:
 
 
 @contextmanager
-def locked(root: Path, waiting: Callable[[str], None]) -> Iterator[int]:
+def locked(root: Path) -> Iterator[int]:
     """Hold `root/lock`, which is created if necessary. Yields its descriptor for child
-    processes: the system releases the lock when its last holder is gone.
-
-    Args:
-        waiting: called with the process that holds it, if one does.
-    """
+    processes: the system releases the lock when its last holder is gone."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("a+", encoding="utf-8") as file:
         if not system.lock(file.fileno()):
             file.seek(0)
-            waiting(file.read().strip() or "unknown")
+            say(f"waiting for process {file.read().strip()}")
             system.lock(file.fileno(), wait=True)
         file.truncate(0)
         file.write(str(os.getpid()))

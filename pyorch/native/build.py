@@ -170,7 +170,7 @@ def build(
 
     if done():
         return _target(options, want)
-    with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")) as lock:
+    with paths.locked(paths.cache()) as lock:
         if done():  # another process built it while this one waited
             return _target(options, want)
         for left in (paths.cache() / "lib").glob("*.partial"):  # by a killed process
@@ -337,7 +337,7 @@ def _ops_files(root: Path, options: Options) -> dict[str, Path]:
 def once(done: Callable[[], bool], make: Callable[[], None]) -> None:
     """Make something in the cache unless it is done, also by another process meanwhile."""
     if not done():
-        with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):
+        with paths.locked(paths.cache()):
             if not done():
                 make()
 

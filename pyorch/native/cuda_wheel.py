@@ -75,7 +75,7 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
     root = paths.cache() / "wheels" / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
     for old in set(root.parent.glob(f"{name}-*")) - {root}:
         shutil.rmtree(old)
-    with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
+    with paths.locked(root) as lock:
         zig = wheel.Zig(target, root)
         if not (root / target.cxx_library).exists():
             say(f"the C++ library of {zig.version}")

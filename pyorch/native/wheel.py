@@ -147,7 +147,7 @@ def make(name: str, into: Path) -> Path:
     for old in set(root.parent.glob(f"{name}-*")) - {root}:
         shutil.rmtree(old)
     # not the lock of the cache, which would keep every other build waiting
-    with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
+    with paths.locked(root) as lock:
         zig = Zig(target, root)
         if not (root / target.cxx_library).exists():
             say(f"{name}: the C++ library of {zig.version}")

@@ -20,17 +20,14 @@ import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import tiny as tiny_models
 from server import answered
 
 from pyorch import native
-from pyorch.cli import serve
-from pyorch.cli.options import LoadOptions
 from pyorch.cli.serve import Account
-from pyorch.engine.settings import settings_for
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import weight_bytes
@@ -184,7 +181,8 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     rope = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096, "-nr", "-nkvo")
     env = {"LLAMA_ARG_TOOLS": "all", "AIP_MODE": "PREDICTION", "SPARQ_ATTN": "topk,k=8"}
     env |= {"SPARQ_PROMPT_ON_CPU": "1"}
-    with standin("", *line, *rope, "--api-key-file", key, "--", "--metrics", **env) as running:
+    more = ("--", "--metrics", "--lora", "x.gguf")
+    with standin("", *line, *rope, "--api-key-file", key, *more, **env) as running:
         running.until_ready()
         started = standin.started()
         assert running.end() == 0
@@ -198,7 +196,8 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert {"--no-agent", "--no-slots", "--no-repack", "--no-kv-offload"} < set(argv) and after(
         argv, "--cors-origins"
     ) == "localhost"
-    assert after(argv, "--timeout") == "60" and argv[-1] == "--metrics"
+    assert after(argv, "--timeout") == "60" and argv[-3] == "--metrics"
+    assert after(argv, "--cache-ram") == "0", "it does not know the adapters of earlier prompts"
     assert argv.count("--api-key-file") == 2 and after(argv, "--api-key-file") == str(key)
     assert "secret" not in f"{argv} {started['env']} {running.said}"
     assert started["mask"] == 0o077, "slots and logs that it writes are made of what people asked"
@@ -297,17 +296,6 @@ def test_replies_that_were_all_exact_are_told(standin: Any) -> None:
             assert "exact at 512 positions" in running.until_ready().said
             assert running.end() == 0
         assert why in running.said.rpartition("is ready")[2] and " 0.0 % of" in running.said
-
-
-@pytest.mark.parametrize("more", ["--lora x.gguf", "--lora-scaled x.gguf:0.5"])
-def test_earlier_prompts_are_not_kept_beside_adapters(standin: Any, more: str) -> None:
-    """llama-server gives a prompt that was read without an adapter to a request that has it."""
-    with standin("", "--", *more.split()) as running:
-        running.until_ready()
-    assert after(standin.started()["argv"], "--cache-ram") == "0"
-    with standin("", "--", "--metrics") as running:
-        running.until_ready()
-    assert int(after(standin.started()["argv"], "--cache-ram")) > 0
 
 
 # ---- what is refused before it starts ----
@@ -569,11 +557,3 @@ def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> N
     assert account.opened == 1
     shorter, otherwise = capsys.readouterr().err.splitlines()  # each is told once
     assert "the document is shorter" in shorter and "read otherwise" in otherwise
-
-
-def test_idle_slots_keep_no_copy_of_a_document(tiny: Path) -> None:
-    file = read_gguf(tiny)
-    settings = settings_for(file, n_ctx=1024, n_sequences=2, attention="sparq")
-    for documents in ([], [cast(Any, "a document")]):
-        served = serve.Served(file, settings, "m", "h", 1, None, LoadOptions(), documents)
-        assert ("--no-cache-idle-slots" in serve._arguments(served)) == bool(documents)

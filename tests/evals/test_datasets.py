@@ -18,8 +18,7 @@ from parrot import Parrot
 from pyorch import engine, evals
 from pyorch.errors import SparqError
 from pyorch.evals import data, qa, wikitext
-from pyorch.evals.decode import Decoder
-from pyorch.evals.example import Example
+from pyorch.evals.decode import Decoder, Example
 from pyorch.evals.task import Setup
 
 CTX = 4096
@@ -222,9 +221,9 @@ def test_cnn_dailymail(
 def test_cnn_dailymail_without_rouge_says_what_to_install(
     session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pyorch.evals import rouge
+    from pyorch.evals import summaries
 
-    rouge.scorer.cache_clear()
+    summaries.scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(SparqError, match="rouge-score") as e:
         first("cnn_dailymail", session, tmp_path / "absent.json")

@@ -14,8 +14,7 @@ from parrot import Parrot
 from pyorch import engine, evals
 from pyorch.errors import SparqError
 from pyorch.evals import needle, repetition
-from pyorch.evals.decode import Decoder
-from pyorch.evals.example import Example
+from pyorch.evals.decode import Decoder, Example
 from pyorch.evals.task import Setup
 from pyorch.evals.texts import read_texts
 

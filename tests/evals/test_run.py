@@ -463,8 +463,7 @@ def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
 def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     from parrot import Parrot
 
-    from pyorch.evals.decode import Decoder
-    from pyorch.evals.example import Example
+    from pyorch.evals.decode import Decoder, Example
 
     parrot = Parrot(b"one. two")
     decoder = Decoder(parrot.install(monkeypatch))
@@ -480,9 +479,8 @@ def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
 ) -> None:
     """From ATTEND's inputs, against the scores of SCORE that a method in Python was shown."""
     from pyorch import paths
-    from pyorch.evals.decode import Decoder
+    from pyorch.evals.decode import Decoder, Example
     from pyorch.evals.methods import Runner
-    from pyorch.evals.task import Example
     from pyorch.policies.oracle import OracleSelector
 
     shown: list[float] = []

@@ -111,7 +111,7 @@ def test_it_waits_for_who_works_there(
 ) -> None:
     said = ""
     thread = Thread(target=clean.remove, args=([paths.cache() / "wheels"],))
-    with paths.locked(paths.cache() / locked, lambda _: None):
+    with paths.locked(paths.cache() / locked):
         thread.start()
         while "waiting for process" not in said:
             said += capsys.readouterr().err

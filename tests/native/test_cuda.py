@@ -165,14 +165,3 @@ def test_build_without_a_working_toolkit(world: Path, machine, monkeypatch, caps
     assert "SPARQ_CUDA=0" in e.value.hint
     assert build.working(build.usual()) == build.Options()
     assert "it is broken" in capsys.readouterr().err
-
-
-def test_a_moved_tree_is_configured_anew(world: Path) -> None:
-    """cmake refuses a build folder that another place has configured."""
-    build.build(build.Options())
-    (tree,) = (world / "cache" / "build").iterdir()
-    (tree / "out" / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere/src\n")
-    (tree / "out" / "left-over").touch()
-    (world / "ggml_ops" / "op.c").write_text("int changed;\n")
-    build.build(build.Options())
-    assert not (tree / "out" / "left-over").exists()

@@ -17,6 +17,7 @@ from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
 from pyorch.policies import h2o
 from pyorch.policies.base import Heads
+from pyorch.policies.oracle import OracleSelector
 
 N_PROMPT, N_STEP = 200, 12
 
@@ -241,7 +242,7 @@ def test_ctrl_c_waits_for_the_end_of_the_token(
         return call
 
     if where == "select":
-        monkeypatch.setattr("pyorch.policies.oracle.select", press(policies.oracle.select))
+        monkeypatch.setattr(OracleSelector, "select", press(OracleSelector.select))
     else:
         monkeypatch.setattr(demo.watch, "node", press(demo.watch.node))
     with pytest.raises(KeyboardInterrupt):
@@ -297,7 +298,7 @@ def test_a_bad_choice_is_refused(
     message: str,
 ) -> None:
     bad = np.array([positions, positions], int).reshape(2, -1)
-    monkeypatch.setattr("pyorch.policies.oracle.select", lambda *_: bad)
+    monkeypatch.setattr(OracleSelector, "select", lambda *_: bad)
     policies.switch(demo, policies.parse("oracle,k=20"))
     with pytest.raises(SparqError, match=message):
         decode(demo, tokens_of(demo, text))
