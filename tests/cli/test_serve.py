@@ -6,6 +6,7 @@ is told; what it answers, with the real one.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 import tiny as tiny_models
 from server import answered
+from tiny_gguf import CHATML, write_tiny_gguf
 
 from pyorch import native
 from pyorch.cli.serve import Account
@@ -493,21 +495,27 @@ def test_a_stretched_context_is_served(server_dir: Path, tiny: Path, rope: str) 
         assert running.end() == 0
 
 
-def test_a_document_beyond_the_training(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
-    """It can be asked: there is room for the question without --ctx."""
+def test_a_document_of_another_day_beyond_the_training(server_dir: Path, tmp_path: Path) -> None:
+    """It can be asked, although its template states the day: there is room for the question without
+    --ctx."""
     from pyorch import engine
+    from pyorch.engine.chat_template import ChatTemplate
 
     text = "It was a dark night. " * 220
     rope = engine.Rope("linear", freq_scale=0.5)
-    with engine.load(tiny, n_threads=1, n_ctx=5120, rope=rope) as session:
-        reading = engine.Reading("night", text, "plain")
-        engine.read_document(session, tmp_path / "night.kv", reading)
-    line = ("serve", "-m", tiny, "--port", 0, "-t", 1, "-np", 1, "--document")
+    dated = "{{ 'it is ' + strftime_now('%d %b %Y') }}" + CHATML
+    model = write_tiny_gguf(tmp_path / "dated.gguf", chat_template=dated)
+    with engine.load(model, n_threads=1, n_ctx=5120, rope=rope) as session:
+        template = ChatTemplate(session, now=dt.datetime(2025, 1, 2))
+        reading = engine.Reading("night", text)
+        engine.read_document(session, tmp_path / "night.kv", reading, template)
+    line = ("serve", "-m", model, "--port", 0, "-t", 1, "-np", 1, "--document")
     rope_line = ("--rope-scaling", "linear", "--rope-scale", 2)
     with serving(REAL, *line, tmp_path / "night.kv", *rope_line) as running:
         url = running.until_ready().url
         assert _positions(url) >= len(text) + 4096
-        answer = asked(f"{url}/completions", PROMPT | {"prompt": text + "Why?"})
+        body = {"messages": reading.messages("Why?"), "max_tokens": 2}
+        answer = asked(f"{url}/chat/completions", body)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 4600
         assert running.end() == 0
     assert "prompts that began with a document: 1" in running.said
