@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,8 @@ HELP = """\
 /ratio 1/4    sparse attention from the next reply on
 /dense        exact attention from the next reply on
 /clear        begin a new conversation
-/save FILE    write the conversation; --resume FILE continues it. /save FILE kv: at once
+/save FILE    write the conversation to a new file, or to the one it was saved to or resumed from;
+              --resume FILE continues it. /save FILE kv: at once
 /exit         leave (also Ctrl-D)
 //...         a message that begins with a slash
 Ctrl-C stops a reply, or the reading of a message, which is then dropped. Pressed again, it
@@ -96,7 +97,7 @@ def command(
     the program. A line that begins with / is a command, with // a message that begins with /.
     Replies go to stdout; with --json each is one line of JSON.
     """
-    streams.stdin()  # what is wrong is refused before a model is loaded
+    piped = streams.stdin()  # what is wrong is refused before a model is loaded
     conversation.limit()
     spec = attention.spec()
     if resume and document_names:
@@ -123,16 +124,17 @@ def command(
             messages,
             documents=documents,
             keeps=not no_keep,
+            files={Path(resume).resolve()} if resume else set(),
         )
         for document in saved:
             conversation.go_on(chat, document)
         if documents:
             conversation.open_in(chat, documents[0])
         note_system(template, chat.messages)
-        _loop(chat)
+        _loop(chat, _typed(chat.keeps) if chat.interactive else raw_lines(piped, "stdin"))
 
 
-def _loop(chat: Chat) -> None:
+def _loop(chat: Chat, lines: Iterable[bytes]) -> None:
     if chat.interactive:
         note(
             f"{model_title(chat.session.path)}, attention {chat.spec}. /help lists the commands",
@@ -142,7 +144,7 @@ def _loop(chat: Chat) -> None:
             note(f"{n} messages of an earlier conversation", "dim")
     say_once = cache(say)  # once, not for each line
     source = "your message" if chat.interactive else "stdin"
-    for line in _typed(chat.keeps) if chat.interactive else _piped():
+    for line in filter(None, map(bytes.strip, lines)):
         try:
             if not re.match(rb"/[^/\s]", line):
                 text = line[1:] if line.startswith(b"//") else line
@@ -157,17 +159,14 @@ def _loop(chat: Chat) -> None:
                 note(f"hint: {error.hint}", "yellow")
 
 
-def _piped() -> Iterator[bytes]:
-    """Yields the lines of a pipe, messages and commands, without blank ones."""
-    yield from filter(None, map(bytes.strip, raw_lines(streams.stdin(), "stdin")))
-
-
 def _typed(keeps: bool) -> Iterator[bytes]:
     """Yields typed lines, which can be edited; the arrow keys recall earlier ones."""
     keep_history = _history(keeps)
     while True:
+        if not sys.stdout.isatty():  # input() would put it among the replies
+            print("> ", end="", file=sys.stderr, flush=True)
         try:
-            line = _ask().strip()
+            line = input("> " if sys.stdout.isatty() else "")
         except EOFError:
             print(file=sys.stderr)
             return
@@ -175,23 +174,14 @@ def _typed(keeps: bool) -> Iterator[bytes]:
             print(file=sys.stderr)
             note("/exit or Ctrl-D leaves", "dim")
             continue
-        if line:
+        if line.strip():
             keep_history()
-            yield line.encode(sys.stdin.encoding, errors="surrogateescape")
-
-
-def _ask() -> str:
-    if sys.stdout.isatty():
-        return input("> ")
-    print("> ", end="", file=sys.stderr, flush=True)  # input() would put it among the replies
-    return input()
+        yield line.encode(sys.stdin.encoding, errors="surrogateescape")
 
 
 def _history(keeps: bool) -> Callable[[], None]:
     """Give input() the lines of earlier sessions. Returns a function that saves them and the new
-    ones in the cache folder, unless nothing is to be kept; of two chats at once, the lines of the
-    one that saves last are kept.
-    """
+    ones; of two chats at once, the lines of the one that saves last are kept."""
     try:
         import readline
     except ImportError:  # some builds of Python lack it
@@ -268,10 +258,15 @@ def _save(chat: Chat, name: str) -> None:
 
     with_kv = name.endswith(" kv")
     path = paths.expanded(name.removesuffix(" kv"))
+    for file in (path, conversation.beside(path))[: 1 + with_kv]:
+        if os.path.lexists(file) and path.resolve() not in chat.files:
+            hint = "give another name: /save replaces only what this chat has saved or resumed"
+            raise SparqError(f"{file}: exists already", hint, exit_code=2)
     text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
     with new_file(path, force=True, private=True) as (partial, _):
         # what UTF-8 cannot have becomes an escape of JSON
         partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    chat.files.add(path.resolve())
     if with_kv and chat.session.tokens:
         conversation.save_beside(chat, path)
     note(f"{len(chat.messages)} messages written to {path}", "dim")
@@ -299,19 +294,19 @@ def _reply(chat: Chat, text: str) -> None:
     chat.read += [chat.text] if chat.text else []
     chat.text = ""
     sampling = chat.sampling.drawn()
+    is_answered = False
     try:
         prompt = _trimmed_prompt(chat)
         engine.reset_counters(chat.session)
         reply, finish = _stream(chat, prompt, sampling)
-    except (SparqError, KeyboardInterrupt):
-        chat.messages, chat.read, chat.text = before
-        raise
+        is_answered = bool(reply) or finish != "interrupted"  # not if it was stopped in prefill
+    finally:
+        if not is_answered:
+            chat.messages, chat.read, chat.text = before
     chat.summary = summary_of(chat.session)
-    if reply or finish != "interrupted":
+    if is_answered:
         chat.messages.append({"role": "assistant", "content": reply})
         conversation.keep(chat)
-    else:  # it was stopped during prefill
-        chat.messages, chat.read, chat.text = before
     if chat.as_json:
         answer = {"reply": reply, "finish": finish, "seed": sampling.seed}
         print_json({**answer, **chat.summary.json()}, indent=None)
@@ -387,13 +382,10 @@ def _interruptible(interactive: bool) -> Iterator[Callable[[], bool]]:
     """Ctrl-C sets a flag, which the yielded function reads; a second Ctrl-C ends the program. So
     does the first one if nobody is there to say what comes next."""
     flag = False
-    if not interactive:
-        yield lambda: flag
-        return
 
     def on_sigint(*_: object) -> None:
         nonlocal flag
-        if flag:
+        if flag or not interactive:
             raise KeyboardInterrupt
         flag = True
 

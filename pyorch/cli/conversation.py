@@ -46,6 +46,7 @@ class Chat:
     documents: list[Document] = field(default_factory=list)  # those of the command line
     keep: tuple[Path, Reading] | None = None  # what /read keeps after a reply
     keeps: bool = True  # whether it does
+    files: set[Path] = field(default_factory=set)  # what /save may replace
     summary: Summary | None = None  # the summary of the last reply
     dense_note: str = ""  # the note on why attention is dense, which is shown once
 
@@ -107,7 +108,7 @@ def saved_beside(conversation: str) -> list[Document]:
     """What `/save FILE kv` has written beside a conversation, if it can be used."""
     from pyorch.engine import document_file
 
-    path = _beside(Path(conversation))
+    path = beside(Path(conversation))
     try:
         return [document_file.load(path)] if path.is_file() else []
     except SparqError as error:
@@ -119,11 +120,12 @@ def save_beside(chat: Chat, conversation: Path) -> None:
     """Write K and V of a conversation beside it."""
     from pyorch import engine
 
-    reading, path = engine.Reading(conversation.name, "", "saved"), _beside(conversation)
+    reading, path = engine.Reading(conversation.name, "", "saved"), beside(conversation)
     engine.keep_document(chat.session, path, reading, chat.template, chat.session.tokens)
 
 
-def _beside(conversation: Path) -> Path:
+def beside(conversation: Path) -> Path:
+    """Where K and V of a saved conversation are."""
     return conversation.with_name(conversation.name + ".kv")
 
 

@@ -89,7 +89,7 @@ def _after(
 ) -> tuple[list[int], list[str]]:
     """Open the document. Returns the tokens of it and of the text, and what ends the answer."""
     from pyorch import engine
-    from pyorch.engine.control_tokens import inner
+    from pyorch.engine.text import inner
 
     if document.form != "chat":
         open_document(session, document)

@@ -19,7 +19,7 @@ from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
     from pyorch.engine import Session
-    from pyorch.engine.gpus import Gpu
+    from pyorch.engine.library import Gpu
 
 T = TypeVar("T")
 
@@ -39,10 +39,10 @@ class Room:
 
 def gpus_here() -> Sequence[Gpu]:
     """The GPUs; none if the library is not built."""
-    from pyorch import engine, native
-    from pyorch.engine import gpus
+    from pyorch import native
+    from pyorch.engine.library import gpus, library
 
-    return gpus.gpus(engine.library()) if native.find() else ()
+    return gpus(library()) if native.find() else ()
 
 
 def free() -> int | None:

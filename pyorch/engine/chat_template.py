@@ -2,20 +2,24 @@
 
 llama-cpp-python's formatter renders it from the template in the GGUF file, or from one of the
 user's. A model without a template gets a plain transcript, which base models continue well enough.
+
+llama.cpp finds the names of control tokens, `<|im_end|>`, anywhere in a rendered conversation. A
+template's own must be found. Those in a message must not, or a web page could end the user's turn
+and begin a system message. The parts of a conversation are not tokenised apart, because words may
+be other tokens at the borders: only where a message spells a name is the prompt cut, around it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyorch.engine.control_tokens import hidden, names_of, tokens_of_pieces
 from pyorch.engine.model import Model, Session
-from pyorch.engine.text import tokenize
+from pyorch.engine.text import inner, tokenize
 from pyorch.errors import SparqError
 from pyorch.text_file import read_text
 
@@ -32,6 +36,10 @@ _AROUND = {  # role -> the roles of a short conversation in which a message of i
     "assistant": ("user", "assistant", "user"),
 }
 _NOW = re.compile(r"""strftime_now\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
+
+# enum llama_token_attr. Names of the first two are found where a prompt may have them. The third
+# are words of a tokeniser, found in every text; in some models the marks of turns are such words.
+_UNKNOWN, _CONTROL, _WORD = 1 << 0, 1 << 3, 1 << 4
 
 
 def clock() -> datetime:
@@ -152,17 +160,15 @@ class ChatTemplate:
 
     def _formatted(self, messages: Sequence[Mapping[str, object]]) -> str:
         formatter: Any = self._formatter
-        return str(formatter(messages=list(messages), **self._variables).prompt)
+        return str(formatter(messages=messages, **self._variables).prompt)
 
     def _shows(self, role: str, form: str) -> bool:
-        probe = [
-            _as({"role": r, "content": _PROBE}, form)
-            if r == role
-            else _as({"role": r, "content": "x"}, self._forms.get(r, "string"))
-            for r in _AROUND[role]
-        ]
+        forms, texts = {**self._forms, role: form}, {role: _PROBE}
+        probe = ({"role": r, "content": texts.get(r, "x")} for r in _AROUND[role])
         try:
-            return _PROBE in self._formatted(probe)
+            return _PROBE in self._formatted(
+                [_as(m, forms.get(m["role"], "string")) for m in probe]
+            )
         except Exception:  # it may raise anything, and then does not take this form
             return False
 
@@ -174,8 +180,8 @@ class ChatTemplate:
         names = self._names_spelled(messages, out)
         if any(names):
             contents = [m["content"] for m in messages]
-            texts, placeholders = hidden(list(zip(contents, names, strict=True)))
-            out = tokens_of_pieces(self.model, self.render(_with(messages, texts)), placeholders)
+            texts, placeholders = _hidden(list(zip(contents, names, strict=True)))
+            out = _tokens_of_pieces(self.model, self.render(_with(messages, texts)), placeholders)
         bos = lib.llama_vocab_bos(vocab)
         if lib.llama_vocab_get_add_bos(vocab) and bos >= 0 and out[:1] != [bos]:
             out.insert(0, bos)
@@ -190,11 +196,11 @@ class ChatTemplate:
         template. A model may say such a word, so replies have none. tokens: of the conversation."""
         if not self.builtin:
             return []
-        control, words = names_of(self.model, tokens), names_of(self.model, tokens, words=True)
+        control, words = _names_of(self.model, tokens), _names_of(self.model, tokens, words=True)
         asked = [m["content"] for m in messages if m["role"] != "assistant"]
         if words := {w for w in words if any(w in text for text in asked)}:
             empty = self._tokens(_with(messages, ["x"] * len(messages)))
-            words &= names_of(self.model, empty, words=True)
+            words &= _names_of(self.model, empty, words=True)
         names = {"assistant": control}
         return [
             {n for n in names.get(m["role"], control | words) if n in m["content"]}
@@ -228,3 +234,46 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
             out.append({**m, "content": before + m["content"]})
             before = ""
     return out
+
+
+def _names_of(of: Model, tokens: Iterable[int], *, words: bool = False) -> set[str]:
+    """The names of the control tokens among these, or of the words that could be marks."""
+    kinds, names = _WORD if words else _UNKNOWN | _CONTROL, set()
+    for token in set(tokens):
+        if of.lib.llama_vocab_get_attr(of.vocab, token) & kinds:
+            names.add(
+                (of.lib.llama_vocab_get_text(of.vocab, token) or b"").decode("utf-8", "replace")
+            )
+    return {n for n in names if n and not (words and n.isspace())}
+
+
+def _hidden(messages: Sequence[tuple[str, set[str]]]) -> tuple[list[str], dict[str, str]]:
+    """Texts, each with the names to hide in it, with a placeholder for each name that they spell.
+    Returns the texts, and placeholders with the names that they stand for."""
+    mark = "zqname"
+    while any(mark in text for text, _ in messages):
+        mark += "q"
+    every = sorted(set().union(*(names for _, names in messages)))
+    placeholders = {name: f"{mark}{i}{mark}" for i, name in enumerate(every)}
+    texts = []
+    for text, names in messages:
+        longest = sorted(names, key=lambda n: (-len(n), n))
+        pattern = re.compile("|".join(map(re.escape, longest)) or "(?!)")
+        texts.append(pattern.sub(lambda m: placeholders[m[0]], text))
+    return texts, {p: name for name, p in placeholders.items()}
+
+
+def _tokens_of_pieces(of: Model, text: str, placeholders: Mapping[str, str]) -> list[int]:
+    """The tokens of a rendered text with placeholders. Names outside of them are control tokens,
+    and those that they stand for are text."""
+    first, *others = re.split(f"({'|'.join(placeholders)})", text)
+    out = tokenize(of, first, add_special=False, parse_special=True)
+    for piece in others:
+        name = placeholders.get(piece)
+        out += inner(of, piece, parse_special=True) if name is None else _spelled(of, name)
+    return out
+
+
+def _spelled(of: Model, name: str) -> list[int]:
+    tokens = inner(of, name)
+    return tokens if len(tokens) > 1 else inner(of, name[:1]) + inner(of, name[1:])

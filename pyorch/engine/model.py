@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pyorch.attention.placement import MARGIN
 from pyorch.engine import sparse
-from pyorch.engine.gpus import gpus
-from pyorch.engine.library import Library
+from pyorch.engine.library import Library, gpus
 from pyorch.engine.settings import SessionOptions, Settings, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry

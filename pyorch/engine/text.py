@@ -10,6 +10,9 @@ from pyorch.engine.model import Model, Session
 from pyorch.errors import SparqError
 from pyorch.text import human_bytes
 
+_SENTENCEPIECE = 1  # enum llama_vocab_type
+_ANCHOR = "\x02"  # a character that no vocabulary joins with another
+
 
 def tokenize(
     of: Model | Session, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -33,6 +36,14 @@ def tokenize(
         if n == -(2**31):
             raise SparqError(f"a text of {human_bytes(len(raw))} is too long to tokenise")
         size = -n
+
+
+def inner(of: Model | Session, text: str, *, parse_special: bool = False) -> list[int]:
+    """The tokens of a text that goes on within a line: SentencePiece puts a blank before others."""
+    if of.lib.llama_vocab_type(of.vocab) != _SENTENCEPIECE:
+        return tokenize(of, text, add_special=False, parse_special=parse_special)
+    n = len(tokenize(of, _ANCHOR, add_special=False))
+    return tokenize(of, _ANCHOR + text, add_special=False, parse_special=parse_special)[n:]
 
 
 def token_bytes(of: Model | Session, token: int, *, special: bool = False) -> bytes:

@@ -16,7 +16,7 @@ from pyorch.attention.placement import MARGIN, Cache, layers_on_gpu
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
 from pyorch.cli.options import LoadOptions
-from pyorch.engine.gpus import Gpu
+from pyorch.engine.library import Gpu
 from pyorch.engine.settings import settings_for
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES

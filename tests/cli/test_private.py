@@ -49,8 +49,12 @@ def test_documents(run: Run, tiny_chat: Path, tmp_path: Path, text: Path) -> Non
 
 def test_conversations(run: Run, tiny_chat: Path, tmp_path: Path, text: Path) -> None:
     talk = tmp_path / "talk.json"
-    talk.write_text("everybody reads this")
-    done = run("chat", "-m", tiny_chat, "-n", 1, stdin=f"/read {text}\nx\n/save {talk} kv\n")
+    talk.write_text('{"messages": []}')
+    script = f"/read {text}\nx\n/save {talk} kv\n"
+    done = run("chat", "-m", tiny_chat, "-n", 1, stdin=script)  # it is another conversation's
+    assert done.code == 2 and str(talk) in done.err and "hint:" in done.err
+    assert talk.read_text() == '{"messages": []}'
+    done = run("chat", "-m", tiny_chat, "-n", 1, "--resume", talk, stdin=script)
     assert done.code == 0, done.err
     (kept,) = paths.kept_texts().iterdir()
     assert [mode(p) for p in (talk, tmp_path / "talk.json.kv", kept)] == [0o600] * 3

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pyorch import engine
 from pyorch.cli.gpu import note_in_memory
-from pyorch.engine import document_file, gpus
+from pyorch.engine import document_file
+from pyorch.engine.library import gpus
 from pyorch.native.slots import STEPS
 
 
@@ -44,7 +45,7 @@ def main() -> None:
         pieces = engine.generate(s, prompt, max_tokens=20, ignore_eog=True)
         tokens = [p.token for p in pieces]
         result = {"in_memory": s.kv_in_memory, "tokens": tokens, "said": said.getvalue()}
-    n_devices = len(gpus.gpus(found))
+    n_devices = len(gpus(found))
     result["attend"] = [count(i, STEPS.index("ATTEND")) for i in range(n_devices)]
     result["mapped"] = mapped
     print(json.dumps(result))
