@@ -94,7 +94,9 @@ def geometry(file: GGUFFile) -> Geometry:
     n_head_kv = tuple(0 if no else n for n, no in zip(n_head_kv, no_cache, strict=True))
     geo = Geometry(
         arch=arch,
-        name=_printable(m.get("general.name", file.path.stem)),
+        name="".join(  # without control characters, which a terminal would obey
+            c if c.isprintable() else "?" for c in str(m.get("general.name", file.path.stem))[:200]
+        ),
         n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_head,
@@ -163,11 +165,6 @@ def _check_shapes(file: GGUFFile, geo: Geometry, need: Callable[[str, object, bo
         ):
             if name in shapes and n_head_kv:
                 need(f"the shape of {name}", shapes[name], shapes[name][axis] == want)
-
-
-def _printable(text: object) -> str:
-    """The text without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:200])
 
 
 def _per_layer(

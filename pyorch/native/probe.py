@@ -66,8 +66,9 @@ def find_compiler() -> Compiler | None:
         pairs = [("cc", "c++"), ("gcc", "g++"), ("clang", "clang++")]
     for cc, cxx in pairs:
         if all(command.split() and shutil.which(shlex.split(command)[0]) for command in (cc, cxx)):
-            said = (_first_line([*shlex.split(command), "--version"]) for command in (cc, cxx))
-            return Compiler(cc, cxx, "; ".join(said))
+            said = [run([*shlex.split(command), "--version"]).stdout for command in (cc, cxx)]
+            lines = [(text.splitlines() or ["unknown version"])[0] for text in said]
+            return Compiler(cc, cxx, "; ".join(lines))
     return None
 
 
@@ -238,7 +239,3 @@ def run(argv: list[str]) -> children.Done:
         return children.run(argv, env=env, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return children.Done(argv, 127, "", f"error: {error}")
-
-
-def _first_line(argv: list[str]) -> str:
-    return (run(argv).stdout.splitlines() or ["unknown version"])[0]
