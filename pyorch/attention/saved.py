@@ -20,7 +20,7 @@ from pyorch.errors import SparqError
 from pyorch.models.content import content_hash
 
 SCHEMA = 1
-Found = Mapping[str, Any]  # settings by name; lists are text, as in a line
+Settings = Mapping[str, Any]  # settings by name; lists are text, as in a line
 
 
 # The result of a search: what it depends on, such as `ratio`, `shadow`, `n_pos`, and a hash of the
@@ -115,17 +115,16 @@ def resolve(spec: AttentionSpec, model: str | os.PathLike[str]) -> AttentionSpec
         raise SparqError(f"budget {spec.budget} belongs to sparq", "-a sparq,calibrated", 2)
     result = find(model, spec.ratio or 0, spec.shadow)
     out = applied(result["calibrated"] if spec.budget == "calibrated" else result["top-p"], spec)
-    default = AttentionSpec()
-    given = {name: getattr(spec, name) for name in ("mean_v", "min_k", "local")}
-    return replace(out, **{k: v for k, v in given.items() if v != getattr(default, k)})
+    own = {name: getattr(spec, name) for name in ("mean_v", "min_k", "local")}
+    return replace(out, **{k: v for k, v in own.items() if v != getattr(AttentionSpec, k)})
 
 
-def applied(found: Found, spec: AttentionSpec) -> AttentionSpec:
-    """`spec` with what was found in place of its budget.
+def applied(settings: Settings, spec: AttentionSpec) -> AttentionSpec:
+    """`spec` with these settings in place of its budget.
 
     Raises:
         SparqError: a setting that this version does not know, which would be left out otherwise.
     """
-    parts = [f"{name}={value}" for name, value in found.items()]
+    parts = [f"{name}={value}" for name, value in settings.items()]
     values = read_settings(parts, "setting of the saved calibration")
     return replace(spec, budget="uniform", **values)

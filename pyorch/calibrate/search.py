@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pyorch import native, paths
-from pyorch.attention import saved
+from pyorch.attention import line, saved
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import AttentionSpec, LayerK
 from pyorch.calibrate.meter import Measured, Meter, contexts
@@ -102,12 +102,12 @@ class Search:
 
     def measure(self, points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
         """KL and bytes of each point."""
-        found = []
+        results = []
         for p in points:
-            found.append(self.meter.measure(p.spec, self.which))
+            results.append(self.meter.measure(p.spec, self.which))
             self.n_done += 1
             self.progress(self.n_done, len(STEPS) * (4 * len(self.meter.layers) + 23) + 51)
-        return np.array([m.kl.mean() for m in found]), np.array([m.share for m in found])
+        return np.array([m.kl.mean() for m in results]), np.array([m.share for m in results])
 
     def best(self, points: Sequence[Point]) -> Point:
         """The point of least KL within the bytes allowed; the first one if none is."""
@@ -212,9 +212,9 @@ def run(
     with bar("calibrating") as progress:
         points = _points(meter, base, n_pos, progress)
     deciding = range(n_contexts - stats.FEWEST, n_contexts)
-    found = {name: meter.measure(spec, deciding) for name, spec in points.items()}
-    best = chosen({n: m for n, m in found.items() if n != "top-p"})
-    best_p = chosen({n: m for n, m in found.items() if n in ("uniform", best, "top-p")})
+    results = {name: meter.measure(spec, deciding) for name, spec in points.items()}
+    best = chosen({n: m for n, m in results.items() if n != "top-p"})
+    best_p = chosen({n: m for n, m in results.items() if n in ("uniform", best, "top-p")})
     return {
         **about,
         "ratio": ratio,
@@ -232,7 +232,7 @@ def run(
                 "kl_contexts": m.kl.tolist(),
                 "share": m.share,
             }
-            for name, m in found.items()
+            for name, m in results.items()
         ],
     }
 
@@ -259,25 +259,25 @@ def _points(
     return {"uniform": base, "layers": p.spec, "top-p": with_p.spec}
 
 
-def chosen(found: dict[str, Measured]) -> str:
+def chosen(results: dict[str, Measured]) -> str:
     """The least KL among those that read no more than the first, uniform, and are clearly better;
     uniform if there is none."""
-    first, *others = found
-    uniform = found[first]
+    first, *others = results
+    uniform = results[first]
 
     def is_better(m: Measured) -> bool:
         _, high = stats.mean(np.log(m.kl / uniform.kl))
         return high < 0 and m.share <= 1.01 * uniform.share
 
-    better = [name for name in others if is_better(found[name])]
-    return min(better, key=lambda name: float(found[name].kl.mean()), default=first)
+    better = [name for name in others if is_better(results[name])]
+    return min(better, key=lambda name: float(results[name].kl.mean()), default=first)
 
 
-def _settings(spec: AttentionSpec, n_pos: int) -> saved.Found:
+def _settings(spec: AttentionSpec, n_pos: int) -> saved.Settings:
     """The settings that replace a spec's own, as text. min_k: the smallest k of the measurement."""
-    given = ("mean_v", "local", "top_p", "k_layers", "rank_layers")
-    out = {p.partition("=")[0]: p.partition("=")[2] for p in str(spec).split(",")}
-    out = {name: text for name, text in out.items() if name in given}
+    names = ("mean_v", "local", "top_p", "k_layers", "rank_layers")
+    parts = (part.split("=") for part in line.split(str(spec))[1])
+    out = {name: text for name, text in parts if name in names}
     if spec.k_layers:
         least = min((k for k, _ in spec.k_layers if k < 1), default=1.0)
         out["min_k"] = str(min(max(int(least * n_pos), 1), AttentionSpec.min_k))

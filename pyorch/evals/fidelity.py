@@ -12,6 +12,7 @@ few examples they tell settings apart that still give the same answers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -35,12 +36,10 @@ def examples(setup: Setup) -> Iterator[Example]:
             f"fidelity: --ctx {setup.ctx} is too short", f"--ctx {4 * TOKENS} or more", 2
         )
     books = setup.books(n + TOKENS)
-    i = 0
-    while True:
+    for i in itertools.count():
         text, stretch = haystack(books, n + TOKENS, setup.rng(i))
         forced, about = tuple(text[n:]), {"stretch": stretch}
         yield Example(str(i), head + text[:n], TOKENS, forced=forced, about=about)
-        i += 1
 
 
 def divergence(log_p: np.ndarray, other: np.ndarray) -> tuple[float, float]:

@@ -8,6 +8,7 @@ Paul Graham, which may not be passed on.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -56,8 +57,7 @@ def examples(setup: Setup) -> Iterator[Example]:
     books = setup.books(16)
     cells = [(n, d) for n in sizes for d in np.linspace(0, 1, setup.depths).round(4)]
     order = setup.rng().permutation(len(cells))  # any number of examples is spread over all cells
-    i = 0
-    while True:
+    for i in itertools.count():
         n, depth = cells[order[i % len(cells)]]
         hay, stretch = haystack(books, n - ends, setup.rng(i))
         at = int(depth * len(hay))
@@ -65,7 +65,6 @@ def examples(setup: Setup) -> Iterator[Example]:
         prompt = setup.prompt(text + ".\n" + QUESTION, CUE)
         about = {"length": int(n), "depth": float(depth), "stretch": stretch}
         yield Example(f"{n}@{depth:g}#{i // len(cells)}", prompt, room, (ANSWER,), about=about)
-        i += 1
 
 
 def score(decoder: Decoder, example: Example) -> Outcome:

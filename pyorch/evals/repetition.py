@@ -11,6 +11,7 @@ the context is all of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -40,8 +41,7 @@ def examples(setup: Setup) -> Iterator[Example]:
     head = [] if setup.document else setup.head
     gap = setup.tokens("\n\n")
     rng = np.random.default_rng(setup.seed)
-    i = 0
-    while True:
+    for i in itertools.count():
         book = books[i % len(books)]
         start = int(rng.integers(0, len(book) - n + 1))
         context = book[start : start + n]
@@ -57,7 +57,6 @@ def examples(setup: Setup) -> Iterator[Example]:
                 max_tokens=CHARS,
                 about={"text": i, "stretch": [i % len(books), start, start + n]},
             )
-        i += 1
 
 
 def _word_starts(session: engine.Session, tokens: Sequence[int], end: int) -> list[int]:

@@ -266,16 +266,15 @@ def _packed(s: Series) -> Record:
         "setting": s.setting,
         "method": str(s.method),
         "meaning": meaning,
-        "scores": [_short(x) for x in s.scores],
-        "more": {name: _short_all(values) for name, values in s.more.items()},
+        "scores": _short(s.scores),
+        "more": {name: _short(values) for name, values in s.more.items()},
         "seconds": None if np.isnan(s.tokens_per_s) else round(1 / s.tokens_per_s, 9),
         "counters": dict(s.counters),
     }
 
 
-def _short_all(values: np.ndarray) -> list[Any]:
-    return [[_short(y) for y in x] if x.ndim else _short(x) for x in values]
-
-
-def _short(x: float) -> float:
+def _short(x: np.ndarray) -> Any:
+    """The numbers with six digits; whole ones without a point."""
+    if x.ndim:
+        return list(map(_short, x))
     return int(x) if float(x).is_integer() else float(f"{x:.6g}")

@@ -128,17 +128,10 @@ def standard_error(scores: np.ndarray, groups: Sequence[int] | None = None) -> f
     return _error(_without(scores, groups)) if n_groups(scores, groups) > 1 else math.nan
 
 
-def _by_group(samples: np.ndarray, groups: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """The sum and the number of samples of each group."""
-    if groups is None:
-        return samples, np.ones(len(samples))
-    names, of = np.unique(groups, return_inverse=True)
-    return np.bincount(of, samples, len(names)), np.bincount(of, minlength=len(names)).astype(float)
-
-
 def _without(samples: np.ndarray, groups: Sequence[int] | None) -> np.ndarray:
     """The mean with each group left out in turn; of a single group there is none."""
-    sums, sizes = _by_group(samples, groups)
+    _, of = np.unique(range(len(samples)) if groups is None else groups, return_inverse=True)
+    sums, sizes = np.bincount(of, samples), np.bincount(of)
     if len(sums) == 1:
         return np.full(1, math.nan)
     means: np.ndarray = (sums.sum() - sums) / (sizes.sum() - sizes)
