@@ -46,7 +46,7 @@ archs-table: build $(DEV) ## writes what that suite finds to docs/architectures.
 	@set -e; for pin in $(PINS); do SPARQ_LLAMA_PIN=$$pin $(RUN)/sparq-cpp build && \
 	    SPARQ_LLAMA_PIN=$$pin $(RUN)/python tests/archs/suite.py; done
 
-test-gpu: build $(DEV)  ## with a CUDA device: the op tests on it, CPU against CUDA, decode, compute-sanitizer
+test-gpu: build $(DEV)  ## with a CUDA device: the op tests on it, decoding, compute-sanitizer
 	SPARQ_TEST_DEVICE=cuda $(PYTEST) -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py
 	$(PYTEST) -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
 

@@ -14,13 +14,8 @@ from pyorch.errors import SparqError, nearest
 FIGURES = {
     "token_rate": "bench.users.token_rate:FIGURE",
     "prompt_time": "bench.users.prompt_time:FIGURE",
-    "serving": "bench.users.serving:FIGURE",
-    "end_to_end": "bench.papers.end_to_end:FIGURE",
     "gpu_end_to_end": "bench.gpu.tokens:FIGURE",
-    "microbenchmark": "bench.papers.microbenchmark:FIGURE",
     "gpu_attention": "bench.gpu.kernels:FIGURE",
-    "time_in_attention": "bench.papers.time_in_attention:FIGURE",
-    "roofline": "bench.papers.roofline:FIGURE",
     "ablations": "bench.papers.ablations:FIGURE",
     "repetition": "bench.papers.repetition:FIGURE",
     "topk_tasks": "bench.papers.topk:SCORES",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,23 +54,6 @@ class NoRecords(SparqError):
 # ---- records ----
 
 
-# the last row counts, however long it was measured
-_OF_A_RUN = {"n_gen", "repetitions", "n_samples", "seed", "calibration", "n_embd"}
-
-
-def rows_of(folder: Path, name: str, rows: Callable[[Sequence[Any]], Sequence[Row]]) -> list[Row]:
-    """The rows that ran as they say, of all runs with a stock row; the last one of each case."""
-    last: dict[str, Row] = {}
-    for run in records.by_run(records.load_all(folder / name)):
-        recs = list(run.values())
-        if any(rec["case"]["library"] == "stock" for rec in recs):
-            for rec, row in zip(recs, rows(recs), strict=True):
-                case = {k: v for k, v in rec["case"].items() if k not in _OF_A_RUN}
-                if not row.get("below_min_ctx"):  # it ran dense, whatever its name
-                    last[str(sorted(case.items()))] = row
-    return list(last.values())
-
-
 def need(rows: Sequence[Any], what: str, command: str) -> None:
     """Refuse to draw nothing.
 
@@ -101,26 +84,44 @@ def default_folder() -> Path:
     return others[-1] if others else own
 
 
-def name_of(library: str, flash_attn: bool, spec: AttentionSpec) -> str:
-    """The name of a line: `SparQ 1/8 q4` for `sparq,ratio=1/8,shadow=q4`."""
-    if library == "stock":
-        return f"stock -fa {int(flash_attn)}"
-    if not spec.sparse:
-        return f"our {spec}"
+def name_of(spec: AttentionSpec) -> str:
+    """The name of a line of ours: `SparQ 1/8 q4` for `sparq,ratio=1/8,shadow=q4`."""
     usual = AttentionSpec(
         spec.method, ratio=spec.ratio, shadow=spec.shadow, gpu_min_mb=spec.gpu_min_mb
     )
-    if spec.ratio is None or spec != usual:
+    if not spec.sparse or spec.ratio is None or spec != usual:
         return str(spec)
     shadow = f" {spec.shadow}" if spec.method == "sparq" else ""
     return f"{dict(sparq='SparQ', topk='top-k')[spec.method]} {ratio_text(spec.ratio)}{shadow}"
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """The colours of lines by name; they are the same in every figure."""
-    fixed = {"stock -fa 0": STOCK, "stock -fa 1": STOCK_2, "our dense": OURS_3}
+    """The colours of our lines, by the type of the transposed K at the end of a name; they are the
+    same in every figure."""
     by_type = {"q4": OURS, "f16": OURS_2, "q8": OURS_3}
-    return {n: fixed.get(n) or by_type.get(n.rpartition(" ")[2], PAPER) for n in names}
+    return {n: by_type.get(n.rpartition(" ")[2], PAPER) for n in names}
+
+
+def over_positions(
+    rows: Sequence[Row],
+    y: str,
+    colours: Mapping[str, str],
+    *bars: str,
+    x: str = "positions",
+    published: Sequence[tuple[float, float]] = (),
+    **labels: Any,
+) -> Any:
+    """A figure of one panel: the column `y` over lengths, with a line for each attention."""
+    figure, (ax,) = panels(width=6.4)
+    lines = Names()
+    lines.each(ax, rows, x, y, colours, *bars)
+    if published:
+        ax.plot(*zip(*published, strict=True), "s--", color=PAPER)
+        lines.at(ax, "paper", *published[-1], PAPER)
+    positions_axis(ax, [r[x] for r in rows] + [at for at, _ in published])
+    ax.set(ylim=(0, None), **labels)
+    lines.write(figure)
+    return figure
 
 
 def make(figure: Figure, folder: Path, out: Path) -> None:

@@ -11,6 +11,7 @@ import platformdirs
 
 from pyorch import system
 from pyorch.errors import SparqError
+from pyorch.progress import say
 
 PACKAGE = Path(__file__).resolve().parent
 REPOSITORY = PACKAGE.parent
@@ -95,20 +96,28 @@ def expanded(name: str) -> Path:
 
 
 @contextmanager
-def locked(root: Path, waiting: Callable[[str], None]) -> Iterator[int]:
+def locked(root: Path) -> Iterator[int]:
     """Hold `root/lock`, which is created if necessary. Yields its descriptor for child
-    processes: the system releases the lock when its last holder is gone.
-
-    Args:
-        waiting: called with the process that holds it, if one does.
-    """
+    processes: the system releases the lock when its last holder is gone."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("a+", encoding="utf-8") as file:
         if not system.lock(file.fileno()):
             file.seek(0)
-            waiting(file.read().strip() or "unknown")
+            say(f"waiting for process {file.read().strip()}")
             system.lock(file.fileno(), wait=True)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield file.fileno()
+
+
+def once(root: Path, done: Callable[[], bool], make: Callable[[int], None]) -> None:
+    """Make something below `root` unless it is done, also by another process meanwhile.
+
+    Args:
+        make: gets the descriptor of the lock that `root` has meanwhile.
+    """
+    if not done():
+        with locked(root) as lock:
+            if not done():
+                make(lock)

@@ -34,11 +34,6 @@ def test_numbers_of_calls_are_those_of_the_bindings(llama_cpp: Any) -> None:
             assert getattr(llama_cpp.llama_cpp, f"{prefix}_{name.upper()}") == number
 
 
-def test_a_row_is_whole_blocks() -> None:
-    q8_0 = TENSOR_TYPES[8]
-    assert (q8_0.n_bytes(64), q8_0.bytes_per_element) == (68, 34 / 32)
-
-
 def test_values_of_metadata_are_those_of_the_gguf_package() -> None:
     theirs = gguf.GGUFReader.gguf_scalar_to_np
     assert {k: np.dtype(v) for k, v in gguf_file._SCALARS.items()} == {

@@ -9,7 +9,6 @@ import pytest
 
 from pyorch import paths
 from pyorch.cli import terminal
-from pyorch.errors import SparqError
 
 
 @pytest.fixture
@@ -42,15 +41,6 @@ def test_only_a_clone_keeps_records_in_itself(
     request.getfixturevalue("installed")
     monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
     assert paths.results() == home / "data" / "sparq-cpp" / "bench"
-
-
-def test_a_hint_says_what_to_install_from(request: pytest.FixtureRequest) -> None:
-    assert paths.install_command("eval") == "pip install -e '.[eval]'"
-    request.getfixturevalue("installed")
-    assert paths.install_command("eval") == "pip install 'sparq-cpp[eval]'"
-    with pytest.raises(SparqError) as error:
-        paths.data("nothing")
-    assert error.value.hint == "pip install 'sparq-cpp'"
 
 
 @pytest.mark.parametrize(("load", "cores", "busy"), [(0.6, 2, True), (6.0, 64, False)])

@@ -64,16 +64,10 @@ def test_what_is_no_text_is_refused(raw: bytes, tmp_path: Path) -> None:
     assert "iconv" in error.value.hint
 
 
-def test_a_damaged_character_does_not_make_a_text_another_encoding() -> None:
-    """As `head -c` leaves it: Windows-1252 would turn every other accent into two letters."""
-    raw = ("é" * 9 + "…").encode()[:-1]
+@pytest.mark.parametrize("text", ["é" * 9, "\ufffd" * 9 + "é"], ids=["whole", "repaired"])
+def test_a_damaged_character_does_not_make_a_text_another_encoding(text: str) -> None:
+    """As `head -c` leaves it: Windows-1252 would turn every other accent into two letters. The
+    replacement characters of an earlier program are no damage."""
     told: list[str] = []
-    assert decoded(raw, "x", told.append) == "é" * 9 + "\ufffd"
-    assert told == ["x: not UTF-8 in 1 place, which is read as U+FFFD"]
-
-
-def test_replacement_characters_of_a_text_are_no_damage() -> None:
-    """A text that an earlier program has repaired, and that is then cut within a character."""
-    text, told = "\ufffd" * 9 + "é", list[str]()
     assert decoded(text.encode() + b"\xe2\x80", "x", told.append) == text + "\ufffd"
     assert told == ["x: not UTF-8 in 1 place, which is read as U+FFFD"]

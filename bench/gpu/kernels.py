@@ -28,7 +28,6 @@ import numpy as np
 
 from bench import plot
 from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
-from bench.papers import microbenchmark
 from pyorch import native
 from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.bench import paper, records
@@ -345,10 +344,32 @@ def _device(rec: Record) -> str:
     return str(rec.get("device") or rec["env"]["device"])  # where it was until November 2026
 
 
-def _points(gains: Any) -> None:
-    for name, style in (("A100: speed-up at batch 1", "s--"), ("A100: speed-up at batch 64", "D")):
-        points = paper.points("gpu_attention", name)
-        gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
+def draw(rows: Sequence[plot.Row]) -> Any:
+    """A row of panels for each model: times, and speed-ups."""
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    figure, axes = plot.panels(2, len(models), height=3.2)
+    ours = {name: colour for name, colour in _COLOURS.items() if "SparQ" in name}
+    lines, x = plot.Names(), "positions"
+    for i, model in enumerate(models):
+        times, gains = axes[2 * i : 2 * i + 2]
+        here = [r for r in rows if r["model"] == model]
+        one = [r for r in here if r["batch"] == 1]
+        many = [r for r in here if r["batch"] > 1]
+        lines.each(times, one, x, "layer_ms", _COLOURS, "layer_ms_p10", "layer_ms_p90")
+        lines.each(gains, one, x, "speedup", ours)
+        lines.each(gains, many, x, "speedup", ours, named=False, fmt="D")
+        lines.each(gains, one, x, "limit", ours, named=False, fmt=":", linewidth=1.2)
+        for batch, style in ((1, "s--"), (64, "D")) if model == "llama2-7b" else ():
+            points = paper.points("gpu_attention", f"A100: speed-up at batch {batch}")
+            gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
+        for ax in (times, gains):
+            plot.positions_axis(ax, [r[x] for r in here])
+        plot.decades(times, [r["layer_ms"] for r in here])
+        times.set(ylabel="ms per token and layer", title=f"heads of {model}")
+        title = "speed-up (dotted: by bytes)"
+        gains.set(ylabel="times faster than best dense", ylim=(0, None), title=title)
+    lines.write(figure)
+    return figure
 
 
 FIGURE = plot.Figure(
@@ -361,7 +382,7 @@ FIGURE = plot.Figure(
     needs=NEEDS,
     file=FILE,
     data=data,
-    draw=partial(microbenchmark.draw, "dense", _COLOURS, _points),
+    draw=draw,
 )
 
 MEASUREMENT = Measurement(

@@ -184,7 +184,7 @@ def data(folder: Path) -> list[plot.Row]:
             {
                 "device": rec["env"]["machine"].get("gpu", ""),
                 "positions": depth,
-                "attention": "dense" if spec == OFF else plot.name_of("sparq", True, spec),
+                "attention": "dense" if spec == OFF else plot.name_of(spec),
                 "n_layer": rec["case"]["n_layer"],
                 "token_ms": ns / 1e6,
                 "speedup": dense / ns,
@@ -196,20 +196,18 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
-    figure, (ax,) = plot.panels(width=6.4)
     ours = list(dict.fromkeys(r["attention"] for r in rows if r["attention"] != "dense"))
-    lines, bars = plot.Names(), ("speedup_low", "speedup_high")
-    lines.each(ax, rows, "positions", "speedup", plot.colours(ours), *bars)
-    published = paper.points("gpu_end_to_end", "H100: speed-up")
-    ax.plot(*zip(*published, strict=True), "s--", color=plot.PAPER)
-    lines.at(ax, "paper, H100", *published[-1], plot.PAPER)
-    ax.axhline(1, color=plot.PAPER, linewidth=0.8)
-    plot.positions_axis(ax, [r["positions"] for r in rows] + [x for x, _ in published])
-    n_layer = max(r["n_layer"] for r in rows)
-    title = f"llama2-7b f16, {n_layer} layers, {rows[0]['device']}"
-    ax.set(ylabel="times faster than dense", ylim=(0, None), title=title)
-    lines.write(figure)
-    return figure
+    title = f"llama2-7b f16, {max(r['n_layer'] for r in rows)} layers, {rows[0]['device']}"
+    return plot.over_positions(
+        rows,
+        "speedup",
+        plot.colours(ours),
+        "speedup_low",
+        "speedup_high",
+        published=paper.points("gpu_end_to_end", "H100: speed-up"),
+        ylabel="times faster than dense",
+        title=title,
+    )
 
 
 FIGURE = plot.Figure(

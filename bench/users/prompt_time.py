@@ -288,16 +288,11 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
-    figure, (ax,) = plot.panels(width=6.4)
     colours = (plot.STOCK, plot.STOCK_2, plot.OURS_3, plot.OURS_2, plot.OURS)
-    named = zip(dict.fromkeys(r["attention"] for r in rows), colours, strict=True)
-    names = plot.Names()
-    names.each(ax, rows, "tokens", "seconds", dict(named))
-    plot.positions_axis(ax, [r["tokens"] for r in rows])
+    named = dict(zip(dict.fromkeys(r["attention"] for r in rows), colours, strict=True))
     title = f"{rows[0]['model']}, {rows[0]['threads']} threads"
-    ax.set(xlabel="tokens of the prompt", ylabel="seconds", ylim=(0, None), title=title)
-    names.write(figure)
-    return figure
+    labels: dict[str, Any] = {"xlabel": "tokens of the prompt", "ylabel": "seconds", "title": title}
+    return plot.over_positions(rows, "seconds", named, x="tokens", **labels)
 
 
 FIGURE = plot.Figure(

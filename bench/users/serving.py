@@ -6,8 +6,6 @@ One server of each kind is started, stock's from the stock library. Each slot re
 book, and its time to the first token is taken while all slots read theirs. Then, in rounds and in
 turns, all slots of one server reply at once to the prompts that they hold. Ours that does not
 count a sparse call for every token and layer fails the run.
-
-Figure `serving` shows the model measured last.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from bench import plot
 from bench.users import llama_server
 from bench.users.llama_server import Server, ServerCase, Times
 from pyorch.bench import records
@@ -32,6 +29,7 @@ from pyorch.cli.bench.measurement import (
     Done,
     Given,
     Measurement,
+    Row,
     model_name,
     settings,
     specs,
@@ -99,7 +97,7 @@ def tokens_per_s(replies: Sequence[Times]) -> float:
     return sum(begin < t <= end for times in replies for t in times) / (end - begin)
 
 
-def rows(recs: Sequence[Record]) -> list[plot.Row]:
+def rows(recs: Sequence[Record]) -> list[Row]:
     """A row for each kind of server of one run."""
     found = [(records.read_case(ServerCase, r), r) for r in recs]
     rate = {c.name: records.spread(r["samples"]) for c, r in found}
@@ -145,48 +143,6 @@ def table(recs: Sequence[Record]) -> str:
         "brackets the 10th and 90th percentile."
     )
     return f"{about}\n\n{markdown(head, body)}"
-
-
-NEEDS = "python -m bench serving -m MODEL.gguf --text BOOK"
-
-
-def data(folder: Path) -> list[plot.Row]:
-    """Those of the run that was last."""
-    runs = records.by_run(records.load_all(folder / FILE))
-    plot.need(runs, "the speed of servers", NEEDS)
-    recs = list(runs[-1].values())
-    case = records.read_case(ServerCase, recs[0])
-    about = {"model": recs[0]["model_name"], "slots": case.n_slot, "positions": case.n_prompt}
-    return [about | {"threads": case.n_threads} | r for r in rows(recs)]
-
-
-def draw(found: Sequence[plot.Row]) -> Any:
-    figure, (ax,) = plot.panels(width=6.4)
-    places = list(range(len(found)))[::-1]
-    rate = [r["tokens_per_s"] for r in found]
-    error = [
-        [r["tokens_per_s"] - r["tokens_per_s_low"] for r in found],
-        [r["tokens_per_s_high"] - r["tokens_per_s"] for r in found],
-    ]
-    stock = [r["attention"].startswith("llama.cpp") for r in found]
-    ax.barh(places, rate, xerr=error, color=[plot.STOCK if s else plot.OURS for s in stock])
-    ax.set_yticks(places, [r["attention"] for r in found])
-    first = found[0]
-    title = f"{first['model']}, {first['slots']} slots of {first['positions']} positions"
-    ax.set(xlabel="tokens per second, all slots together", xlim=(0, None), title=title)
-    return figure
-
-
-FIGURE = plot.Figure(
-    name="serving",
-    title="Tokens per second of a server with many users",
-    caption="llama-server with all slots replying at once; medians of rounds in turns, bars are "
-    "the 10th to 90th percentile of rounds.",
-    needs=NEEDS,
-    file=FILE,
-    data=data,
-    draw=draw,
-)
 
 
 MEASUREMENT = Measurement(

@@ -4,11 +4,11 @@ ours sparse, from records of `sparq-cpp bench` in their own folder, of the model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from bench import plot
+from pyorch.bench import records
 from pyorch.cli.bench import speed
 
 FILE = "token_rate/speed.jsonl"
@@ -17,36 +17,24 @@ NEEDS = (
     "-r 4 --text BOOK --out bench/results/MACHINE/token_rate"
 )
 STOCK = "llama.cpp, its best setting"
-# what may differ between the rows of one picture
-_VARIED = {"model", "model_type", "library", "flash_attn", "spec", "calibration", "n_depth"}
-_VARIED |= {"n_prompt", "n_gen", "repetitions"}
-SAME = [f.name for f in fields(speed.SpeedCase) if f.name not in _VARIED]
-
-
-def of_last_model(folder: Path) -> list[plot.Row]:
-    """Rows of decoded tokens of the real model measured last, by length, all with one name."""
-
-    found = [r for r in plot.rows_of(folder, FILE, speed.rows) if r["n_gen"]]
-    if not found:
-        return []
-    last = max(found, key=lambda r: r["test_time"])
-    name = {"model_type": last["model_type"]}
-    same = [r | name for r in found if all(r[x] == last[x] for x in SAME)]
-    return sorted(same, key=lambda r: r["n_depth"])
+SAME = ("model_n_params", "model_size", "n_threads", "type_k", "type_v", "text", "repack")
 
 
 def data(folder: Path) -> list[plot.Row]:
     """A row for each length and line; stock's is the faster of its two."""
-    found = of_last_model(folder)
-    plot.need(found, "decoded tokens of a real model", NEEDS)
+    rows = speed.rows(records.latest(records.load_all(folder / FILE)))
+    rows = [r for r in rows if r["n_gen"]]
+    plot.need(rows, "decoded tokens of a real model", NEEDS)
+    last = max(rows, key=lambda r: r["test_time"])
     best: dict[tuple[str, int], plot.Row] = {}
-    for r in found:
-        at = STOCK if r["library"] == "stock" else _name(r), r["n_depth"]
-        if at not in best or r["median_ns"] < best[at]["median_ns"]:
+    for r in sorted(rows, key=lambda r: r["n_depth"]):
+        at = _name(r), r["n_depth"]
+        faster = at not in best or r["median_ns"] < best[at]["median_ns"]
+        if faster and all(r[x] == last[x] for x in SAME):
             best[at] = r
     return [
         {
-            "model": r["model_type"],
+            "model": last["model_type"],
             "threads": r["n_threads"],
             "cpu": r["cpu_info"],
             "positions": n_depth,
@@ -62,22 +50,17 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def _name(r: plot.Row) -> str:
-    name = plot.name_of(r["library"], r["flash_attn"], r["sparse_attn"])
-    return {"our dense": "ours, exact"}.get(name, name)
+    name = plot.name_of(r["sparse_attn"])
+    return STOCK if r["library"] == "stock" else {"dense": "ours, exact"}.get(name, name)
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
-    figure, (ax,) = plot.panels(width=6.4)
-    names = list(dict.fromkeys(r["attention"] for r in rows))
-    colours = plot.colours(names) | {STOCK: plot.STOCK, "ours, exact": plot.OURS_3}
-    lines, bars = plot.Names(), ("tokens_per_s_low", "tokens_per_s_high")
-    lines.each(ax, rows, "positions", "tokens_per_s", colours, *bars, elinewidth=1)
-    plot.positions_axis(ax, [r["positions"] for r in rows])
-    threads = rows[0]["threads"]
-    title = f"{rows[0]['model']}, {threads} thread{'s' * (threads > 1)}"
-    ax.set(ylabel="tokens per second", ylim=(0, None), title=title)
-    lines.write(figure)
-    return figure
+    colours = plot.colours(list(dict.fromkeys(r["attention"] for r in rows)))
+    colours |= {STOCK: plot.STOCK, "ours, exact": plot.OURS_3}
+    title = f"{rows[0]['model']}, threads: {rows[0]['threads']}"
+    bars = "tokens_per_s_low", "tokens_per_s_high"
+    labels: dict[str, Any] = {"ylabel": "tokens per second", "title": title}
+    return plot.over_positions(rows, "tokens_per_s", colours, *bars, **labels)
 
 
 FIGURE = plot.Figure(

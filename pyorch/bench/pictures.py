@@ -114,18 +114,16 @@ class Names:
         bars: tuple[str, str] | None = None,
         *,
         color: str,
-        factor: float = 1,
         band: bool = False,
         **style: Any,
     ) -> None:
-        """Draw the column `y`, times `factor`, over `x`, with bars, or a band, between two more
-        columns.
+        """Draw the column `y` over `x`, with bars, or a band, between two more columns.
 
         name: empty = none.
         """
-        xs, ys = [r[x] for r in rows], [factor * r[y] for r in rows]
+        xs, ys = [r[x] for r in rows], [r[y] for r in rows]
         style = {"fmt": "o-", "color": color} | style
-        low, high = ([factor * r[column] for r in rows] for column in bars or (y, y))
+        low, high = ([r[column] for r in rows] for column in bars or (y, y))
         if band:
             ax.fill_between(xs, low, high, color=color, alpha=0.12, linewidth=0)
         if bars and not band:

@@ -12,7 +12,6 @@ import click
 from pyorch import paths
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import confirm, note, print_freed, print_json
-from pyorch.progress import say
 from pyorch.text import human_bytes
 
 # kind -> (what it is, what of the cache it has); `old` and `builds` share theirs
@@ -91,7 +90,7 @@ def remove(chosen: Sequence[Path]) -> None:
     inside = {lock.parent for p in chosen for form in ("lock", "*/lock") for lock in p.glob(form)}
     with ExitStack() as stack:
         for folder in [paths.cache(), *sorted(inside)] if chosen else []:
-            stack.enter_context(paths.locked(folder, lambda who: say(f"waiting for process {who}")))
+            stack.enter_context(paths.locked(folder))
         for path in chosen:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

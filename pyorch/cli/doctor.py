@@ -27,26 +27,21 @@ def command(as_json: bool) -> None:
     for section, items in facts.items():
         click.secho(section, bold=True)
         for key, value in items.items():
-            in_bytes = section == "cache" or key == "memory"
-            click.echo(f"  {key}: {_text(value, in_bytes) or 'none'}")
-
-
-def _text(value: object, in_bytes: bool) -> str:
-    if isinstance(value, dict):
-        return str(value["lib_dir"])
-    if isinstance(value, list):
-        return ", ".join(value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int) and in_bytes:
-        return human_bytes(value)
-    return str(value)
+            if isinstance(value, dict):
+                value = value["lib_dir"]
+            elif isinstance(value, list):
+                value = ", ".join(value)
+            elif isinstance(value, bool):
+                value = "yes" if value else "no"
+            elif isinstance(value, int) and (section == "cache" or key == "memory"):
+                value = human_bytes(value)
+            click.echo(f"  {key}: {value or 'none'}")
 
 
 def examine() -> dict[str, Facts]:
     """Collect the facts; nothing is built or downloaded. Sizes are in bytes."""
     from pyorch import __version__, paths
-    from pyorch.native import patches, source
+    from pyorch.native import cuda, patches, probe, source
 
     pin, root = source.read_pin(), paths.cache()
     toolchain, off = _toolchain()
@@ -62,24 +57,18 @@ def examine() -> dict[str, Facts]:
             "SPARQ_LLAMA_SOURCE": os.environ.get("SPARQ_LLAMA_SOURCE", ""),
         },
         "built": built,
-        "machine": _machine(),
+        "machine": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cpu": probe.cpu()[0],
+            "cores": probe.cores(),
+            "memory": probe.memory(),
+            "python": platform.python_version(),
+            "nvcc": cuda.nvcc(),
+            "gpu": [f"{device.name} (sm_{device.arch})" for device in cuda.devices()[0]],
+        },
         "toolchain": toolchain,
         "off": {name: why for name, why in (off | failed).items() if why},
         "cache": {"path": str(root), **{folder.name: paths.size(folder) for folder in folders}},
-    }
-
-
-def _machine() -> Facts:
-    from pyorch.native import cuda, probe
-
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": probe.cpu()[0],
-        "cores": probe.cores(),
-        "memory": probe.memory(),
-        "python": platform.python_version(),
-        "nvcc": cuda.nvcc(),
-        "gpu": [f"{device.name} (sm_{device.arch})" for device in cuda.devices()[0]],
     }
 
 

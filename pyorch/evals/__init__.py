@@ -19,15 +19,11 @@ MODULES = (
     "repetition",
     "needle",
     "niah",
-    "ruler_vt",
-    "ruler_cwe",
-    "ruler_fwe",
+    "ruler",
     "key_value",
     "fidelity",
-    "squad",
-    "triviaqa",
-    "cnn_dailymail",
-    "squality",
+    "qa",
+    "summaries",
     "wikitext",
 )
 

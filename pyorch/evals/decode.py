@@ -1,13 +1,44 @@
-"""Decodes an example: greedy answers and teacher-forced texts. Every step is a real one."""
+"""Examples, and how they are decoded: greedy answers and teacher-forced texts, by real steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from pyorch import engine
-from pyorch.evals.example import Example
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question. All of `prompt` but its last token is read densely, before any method runs.
+
+    answers     the right answers; the task decides how they are matched
+    max_tokens  the limit of the answer; for teacher-forced tasks the number of `forced`
+    forced      tokens whose probabilities are measured, instead of an answer
+    about       what tables and figures sort by, such as `{"length": 2048, "depth": 0.5}`; "stretch"
+                is the part of a book that stands in the prompt: its number, begin and end. Without
+                one, examples of one "text" are about the same
+    """
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    answers: tuple[str, ...] = ()
+    forced: tuple[int, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of an example. `said` is the answer, or empty if the text is given; `more` has
+    further numbers, or one per layer."""
+
+    score: float
+    said: str = ""
+    more: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
 
 
 class Decoder:

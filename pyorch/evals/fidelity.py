@@ -19,9 +19,8 @@ import numpy as np
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
-from pyorch.evals import niah, repetition, squad
-from pyorch.evals.decode import Decoder, log_softmax
-from pyorch.evals.example import Example, Outcome
+from pyorch.evals import niah, qa, repetition
+from pyorch.evals.decode import Decoder, Example, Outcome, log_softmax
 from pyorch.evals.task import Setup, Task
 from pyorch.evals.texts import haystack
 
@@ -102,5 +101,5 @@ TASKS = (
         higher=False,
         reference=AttentionSpec("off"),
     ),
-    *(answers(t) for t in (niah.MANY, *repetition.TASKS, *squad.TASKS)),
+    *(answers(t) for t in (niah.MANY, *repetition.TASKS, qa.SQUAD)),
 )

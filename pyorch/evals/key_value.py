@@ -10,7 +10,7 @@ import uuid
 from functools import partial
 
 from pyorch.evals import ruler
-from pyorch.evals.example import Example
+from pyorch.evals.decode import Example
 from pyorch.evals.task import Setup, Task, endless
 
 ASK = (

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
-from pyorch.evals.example import Example, Outcome
+from pyorch.evals.decode import Decoder, Example, Outcome
 from pyorch.evals.task import Setup, Task
 from pyorch.evals.texts import haystack
 

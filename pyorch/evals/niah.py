@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from pyorch.evals import ruler
-from pyorch.evals.example import Example
+from pyorch.evals.decode import Example
 from pyorch.evals.task import Setup, Task
 from pyorch.evals.texts import ADJECTIVES, NOUNS, haystack
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from pyorch import engine
 from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
-from pyorch.evals.example import Example, Outcome
+from pyorch.evals.decode import Decoder, Example, Outcome
 from pyorch.evals.task import Setup, Task
 
 CUE = 20  # tokens

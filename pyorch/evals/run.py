@@ -30,8 +30,7 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import records
 from pyorch.bench.records import Record
 from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder, log_softmax
-from pyorch.evals.example import Example, Outcome
+from pyorch.evals.decode import Decoder, Example, Outcome, log_softmax
 from pyorch.evals.methods import EXACT, Runner, meaning
 from pyorch.evals.series import Series, bench_of, make
 from pyorch.evals.task import Setup, Task

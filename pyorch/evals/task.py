@@ -13,8 +13,7 @@ from pyorch import engine
 from pyorch.attention.spec import AttentionSpec
 from pyorch.engine.chat_template import ChatTemplate
 from pyorch.errors import SparqError
-from pyorch.evals.decode import Decoder
-from pyorch.evals.example import Example, Outcome
+from pyorch.evals.decode import Decoder, Example, Outcome
 
 
 @dataclass

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from pyorch.errors import SparqError
 from pyorch.evals import data
-from pyorch.evals.decode import Decoder, log_softmax
-from pyorch.evals.example import Example, Outcome
+from pyorch.evals.decode import Decoder, Example, Outcome, log_softmax
 from pyorch.evals.task import Setup, Task
 from pyorch.text_file import read_text
 

@@ -133,24 +133,17 @@ def convert(
     needed = int(checkpoint.n_weights * OUTTYPES[outtype]) + _SLACK
     check_space(target.absolute().parent, needed, str(target))
     with new_file(target, force) as (partial, lock), tempfile.TemporaryDirectory() as temp:
-        folder = _stage(checkpoint, Path(temp))
+        # links to those files that the converter may see
+        (folder := Path(temp) / (checkpoint.name or "model")).mkdir()
+        for file in (f for pattern in FILES for f in checkpoint.folder.glob(pattern)):
+            if file.is_file():
+                (folder / file.name).symlink_to(file.absolute())
         # the converter would fill in {} in a name
         name = partial.with_name(partial.name.replace("{", "{{").replace("}", "}}"))
         argv = [*python, str(scripts / convert_env.SCRIPT), str(folder)]
         argv += ["--outfile", str(name), "--outtype", outtype]
         _run(checkpoint, argv, Path(temp), lock, progress)
         return read_gguf(partial)
-
-
-def _stage(checkpoint: Checkpoint, temp: Path) -> Path:
-    """A folder of links to those files that the converter may see."""
-    folder = temp / (checkpoint.name or "model")
-    folder.mkdir()
-    for pattern in FILES:
-        for file in checkpoint.folder.glob(pattern):
-            if file.is_file():
-                (folder / file.name).symlink_to(file.absolute())
-    return folder
 
 
 def _run(

@@ -27,7 +27,7 @@ from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.models.new_file import check_space
 from pyorch.native import source
-from pyorch.progress import Say, say
+from pyorch.progress import Say
 
 SCRIPT = "convert_hf_to_gguf.py"
 _PARTS = (SCRIPT, "conversion", "gguf-py", "requirements")
@@ -52,11 +52,12 @@ def scripts() -> Path:
     pin = source.read_pin()
     where = source.locate(pin)
     folder = paths.cache() / "convert" / f"scripts-{where.key[:12]}"
-    if not (folder / SCRIPT).is_file():
+
+    def make(_: int) -> None:
         source.fetch(pin, where)
-        with paths.locked(folder.parent, _waiting):
-            if not (folder / SCRIPT).is_file():  # another process may have made it meanwhile
-                source.unpack(where, pin.folder, folder, only=_PARTS)
+        source.unpack(where, pin.folder, folder, only=_PARTS)
+
+    paths.once(folder.parent, (folder / SCRIPT).is_file, make)
     return folder
 
 
@@ -87,16 +88,17 @@ def python(agree: Say) -> list[str]:
     tag = f"{sys.implementation.cache_tag} {platform.machine()}"
     digest = hashlib.sha256("\n".join([*needs, *options, tag]).encode()).hexdigest()[:12]
     folder = paths.cache() / "convert" / f"env-{digest}"
-    if not (folder / "ready").is_file():
-        with paths.locked(folder.parent, _waiting) as lock:
-            if not (folder / "ready").is_file():  # another process may have made it meanwhile
-                agree(_SIZE)
-                check_space(folder, _N_BYTES, "the converter's environment", _OWN)
-                try:
-                    _make(folder, needs, options, lock)
-                except BaseException:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    raise
+
+    def make(lock: int) -> None:
+        agree(_SIZE)
+        check_space(folder, _N_BYTES, "the converter's environment", _OWN)
+        try:
+            _make(folder, needs, options, lock)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    paths.once(folder.parent, (folder / "ready").is_file, make)
     return [str(folder / "bin" / "python"), "-E", "-s"]
 
 
@@ -141,10 +143,6 @@ def _run(argv: list[str], lock: int) -> None:
             f"cannot make the converter's environment: {children.reason(done)}",
             f"connect to a package index, or free disk space; {_OWN}",
         )
-
-
-def _waiting(process: str) -> None:
-    say(f"waiting for process {process}, which makes the converter's environment")
 
 
 def environment(cache: Path) -> dict[str, str]:

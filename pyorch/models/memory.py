@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pyorch import system
@@ -30,16 +31,12 @@ def available_memory() -> int:
 
 
 def _meminfo_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(s.split()[1]) for s in lines if s.startswith("MemAvailable:")) * 1024
+    with suppress(OSError, ValueError):
         return system.memory()[1]
-    except (ValueError, OSError):
-        return None
+    return None
 
 
 def of_nodes(*kinds: str, proc: Path = PROC, nodes: Path = NODES) -> int | None:

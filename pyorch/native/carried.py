@@ -64,9 +64,10 @@ def find_cpu() -> Path | None:
         return None
     stamp: Any = build.read_stamp(FOLDER)
     target = paths.cache() / "lib" / f"{NAME}-{stamp['stamp']}-{probe.cpu()[1]}"
-    build.once(
+    paths.once(
+        paths.cache(),
         lambda: build.read_stamp(target) is not None and build.has_bindings(),
-        lambda: _unpack(stamp, target),
+        lambda _: _unpack(stamp, target),
     )
     return target
 

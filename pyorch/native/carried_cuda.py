@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pyorch import system
+from pyorch import paths, system
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, smoke
 
@@ -82,18 +82,14 @@ def find(cpu: Path) -> tuple[Path | None, str]:
         return build.read_stamp(target) is not None and all(f.exists() for f in target.iterdir())
 
     try:
-        build.once(done, lambda: _make(cpu, package, nvidia, target))
+        paths.once(paths.cache(), done, lambda _: _make(cpu, package, nvidia, target))
     except SparqError as error:
         return None, f"it does not work here: {error.message}"
     return target, ""
 
 
 def _make(cpu: Path, package: Path, nvidia: Path, target: Path) -> None:
-    """Put it into the cache, whose lock is held.
-
-    Raises:
-        SparqError: it does not work.
-    """
+    """Put it into the cache, whose lock is held."""
     of_cpu: Any = build.read_stamp(cpu)
     carried: Any = build.read_stamp(package)
     partial = target.with_name(target.name + ".partial")

@@ -18,7 +18,7 @@ from pathlib import Path
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.native import cuda, probe, source
-from pyorch.progress import Progress
+from pyorch.progress import Progress, progress_bar, say
 
 TOOLS = (
     "ggml-rpc-server",
@@ -105,7 +105,6 @@ def compile_tree(
     targets: tuple[str, ...],
     jobs: int,
     chain: Toolchain,
-    progress: Progress,
     lock: int,
 ) -> None:
     """Configure and compile; all output goes to `build.log` in the work tree.
@@ -113,7 +112,6 @@ def compile_tree(
     Args:
         targets: what to make: `llama`, and programs from `TOOLS`.
         jobs: how many compilers run at once.
-        progress: called with (files compiled, total).
         lock: a descriptor that the compilers hold too. If this process is killed, no other enters
             the work tree before they have ended.
 
@@ -125,8 +123,9 @@ def compile_tree(
     configure = [tool("cmake"), "-S", str(tree / "src"), "-B", out, "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     configure += _definitions(tree, options, not set(TOOLS).isdisjoint(targets), chain)
-    for argv in (configure, [ninja, "-C", out, "-j", str(jobs), *targets]):
-        _run(argv, chain.env, tree, progress, lock)
+    with progress_bar("compiling", off_terminal=say) as progress:
+        for argv in (configure, [ninja, "-C", out, "-j", str(jobs), *targets]):
+            _run(argv, chain.env, tree, progress, lock)
 
 
 def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) -> list[str]:
@@ -165,11 +164,7 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
 
 
 def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, lock: int) -> None:
-    """Run one command of a build. Its output goes to the log of the work tree.
-
-    Raises:
-        SparqError: it failed; the message has its reason and names the log.
-    """
+    """Run one command of a build. Its output goes to the log of the work tree."""
     log = tree / "build.log"
     copy = str(tree / "ops")
     original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))

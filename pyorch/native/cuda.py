@@ -205,13 +205,8 @@ def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
         "CMAKE_CUDA_ARCHITECTURES": arch,
     }
     values |= {f"CUDA_{name}_LIBRARY": file for name, file in found.libraries.items()}
-    if not _driver_library(found):
-        values["GGML_CUDA_NO_VMM"] = "ON"  # the driver's library, which it would link, is missing
-    return values
-
-
-def _driver_library(found: Toolkit) -> bool:
     root = _root(found.nvcc)
     stubs = [*root.glob("lib*/stubs/libcuda.so"), *root.glob("targets/*/lib/stubs/libcuda.so")]
-    said = probe.run(["/sbin/ldconfig", "-p"]).stdout
-    return bool(stubs) or re.search(r"libcuda\.so .*=>", said) is not None
+    if not stubs and "libcuda.so " not in probe.run(["/sbin/ldconfig", "-p"]).stdout:
+        values["GGML_CUDA_NO_VMM"] = "ON"  # the driver's library, which it would link, is missing
+    return values

@@ -11,7 +11,6 @@ backend and the rest there are calls of C only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from typing import Any
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.native import build, carried_cuda, cmake, cuda, probe, source, wheel
-from pyorch.progress import progress_bar, say
+from pyorch.progress import say
 
 # A100; RTX 3000 and A10; RTX 4000 and L4; H100; RTX 5000
 ARCHS = ("80", "86", "89", "90", "120")
@@ -70,16 +69,10 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
     made_of = build.sources(options)
     made_by = [metadata.version("ziglang"), release, host.version]
     # not how it is made: ninja sees which of its commands are others, and this takes an hour
-    key = json.dumps([made_of["pin"], made_of["patches"], target.zig, *made_by, archs]).encode()
+    key = [made_of["pin"], made_of["patches"], target.zig, *made_by, archs]
     name = "cuda" if archs == ARCHS else f"cuda_{'_'.join(archs)}"
-    root = paths.cache() / "wheels" / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
-    for old in set(root.parent.glob(f"{name}-*")) - {root}:
-        shutil.rmtree(old)
-    with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
-        zig = wheel.Zig(target, root)
-        if not (root / target.cxx_library).exists():
-            say(f"the C++ library of {zig.version}")
-            zig.make_cxx_library()
+    with wheel.workshop(name, target, key) as (zig, lock):
+        root = zig.root
         tree = root / "cuda"
         say(f"ggml with CUDA for sm_{', sm_'.join(archs)}, log in {tree / 'build.log'}")
         build.prepare(tree, options)
@@ -89,8 +82,7 @@ def make(into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
             "GGML_CUDA_NO_VMM": "ON",  # it would be linked with the driver, and not load without
         }
         chain = replace(zig.toolchain(tree, more), toolkit=toolkit)
-        with progress_bar("compiling", off_terminal=say) as bar:
-            cmake.compile_tree(tree, options, ("ggml",), build.default_jobs(), chain, bar, lock)
+        cmake.compile_tree(tree, options, ("ggml",), build.default_jobs(), chain, lock)
         libraries = [tree / "out" / "bin" / system.library(x) for x in ("ggml", "ggml-cuda")]
         stamp = {
             "stamp": source.digest_of({file.name: file for file in libraries})[:12],

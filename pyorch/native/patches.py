@@ -30,7 +30,6 @@ class Change:
 @dataclass(frozen=True)
 class Patch:
     name: str
-    title: str
     trailers: dict[str, str]
     changes: list[Change]
 
@@ -41,12 +40,6 @@ class Patch:
     @property
     def removed(self) -> int:
         return sum(change.count(b"-") for change in self.changes)
-
-    @property
-    def touches(self) -> str:
-        """The files and lines that it changes, as text."""
-        n = len(self.changes)
-        return f"{n} file{'' if n == 1 else 's'}, +{self.added} -{self.removed}"
 
 
 def series(patch_dir: Path | None = None) -> list[Path]:
@@ -71,7 +64,6 @@ def parse(file: Path) -> Patch:
     lines = BytesIO(file.read_bytes()).readlines()  # at \n only
     first = next((i for i, line in enumerate(lines) if line.startswith(b"diff --git ")), len(lines))
     header = b"".join(lines[:first]).decode("utf-8")
-    subject = re.search(r"^Subject: (?:\[PATCH[^]]*\] )?(.*(?:\n .*)*)", header, re.M)
     trailers = dict(re.findall(rf"^({'|'.join(TRAILERS)}): *(.*?) *$", header, re.M))
     changes: list[Change] = []
     hunk: list[tuple[bytes, bytes]] | None = None
@@ -90,8 +82,7 @@ def parse(file: Path) -> Patch:
         elif (hunk is not None and line.strip()) or line.startswith(_NO_HOOK):
             what = line.decode("utf-8", "replace").strip()
             raise SparqError(f"{file.name}: '{what}' is not for a hook patch", "only edit lines")
-    title = re.sub(r"\n ", " ", subject.group(1)) if subject else ""
-    return Patch(file.name, title, trailers, changes)
+    return Patch(file.name, trailers, changes)
 
 
 def apply(file: Path, tree: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -138,7 +139,11 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
     backend = cpu.ggml_backend_cpu_init()
     cpu.ggml_backend_cpu_set_n_threads(backend, THREADS)
     yield backend, base.ggml_backend_get_default_buffer_type(backend), _is_ours(base)
-    for buffer_type in _extra_buffers(base, cpu, backend):
+    name = b"ggml_backend_dev_get_extra_bufts"  # in which it keeps weights repacked
+    address = base.ggml_backend_reg_get_proc_address(cpu.ggml_backend_cpu_reg(), name)
+    get = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)
+    extra = get(base.ggml_backend_get_device(backend))
+    for buffer_type in itertools.takewhile(bool, map(extra.__getitem__, itertools.count())):
         yield backend, buffer_type, False
 
 
@@ -251,18 +256,6 @@ def _weights(base: Any, kind: str) -> tuple[Any, Any]:
         base.ggml_quantize_chunk(number, x_at, data_at, 0, N_OUT, N_IN, importance_at)
     gguf_type = gguf.GGMLQuantizationType(BY_NAME[kind].number)
     return data, gguf.quants.dequantize(data, gguf_type).astype(np.float64)
-
-
-def _extra_buffers(base: Any, cpu: Any, backend: int) -> Iterator[int]:
-    """The types of buffers in which the CPU keeps weights repacked."""
-    name = b"ggml_backend_dev_get_extra_bufts"
-    address = base.ggml_backend_reg_get_proc_address(cpu.ggml_backend_cpu_reg(), name)
-    get = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)
-    found = get(base.ggml_backend_get_device(backend))
-    i = 0
-    while found[i]:
-        yield found[i]
-        i += 1
 
 
 def _load(folder: Path) -> tuple[Any, Any]:

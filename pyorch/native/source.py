@@ -95,15 +95,9 @@ def locate(pin: Pin) -> Source:
     if path.is_file():
         return Source(path, sha256(path), False)
     if (path / pin.folder / "CMakeLists.txt").is_file() and (path / "llama_cpp").is_dir():
-        digest = hashlib.sha256()
-        for file in sorted(p for p in path.rglob("*") if p.is_file()):
-            stat = file.stat()
-            digest.update(
-                f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}\n".encode(
-                    errors="surrogateescape"
-                )
-            )
-        return Source(path, digest.hexdigest(), False)
+        files = [(p.relative_to(path), p.stat()) for p in sorted(path.rglob("*")) if p.is_file()]
+        about = "".join(f"{name} {of.st_size} {of.st_mtime_ns}\n" for name, of in files)
+        return Source(path, hashlib.sha256(os.fsencode(about)).hexdigest(), False)
     raise SparqError(
         f"SPARQ_LLAMA_SOURCE={local} is neither an sdist file nor an unpacked sdist",
         f"point it to {pin.filename}, or to a folder that has llama_cpp/ and {pin.folder}/",
@@ -120,7 +114,7 @@ def fetch(pin: Pin, source: Source) -> None:
         say(f"using {source.path} as the source (SPARQ_LLAMA_SOURCE): not checked against the pin")
         return
     folder = source.path.parent
-    with paths.locked(folder, lambda who: say(f"waiting for a download (process {who})")):
+    with paths.locked(folder):
         for left in folder.glob(".partial-*"):  # by a killed process
             shutil.rmtree(left)
         if not source.path.is_file():
@@ -202,9 +196,8 @@ def unpack(
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    members = _files if source.path.is_dir() else _members
     try:
-        for path, mode, content in members(source.path, PurePosixPath(folder)):
+        for path, mode, content in _members(source.path, PurePosixPath(folder)):
             if path.parts[0] in skip or only and path.parts[0] not in only or ".git" in path.parts:
                 continue
             file = partial / path
@@ -217,19 +210,14 @@ def unpack(
     partial.rename(into)
 
 
-Member = tuple[PurePosixPath, int, bytes]  # path below the folder, mode, content
-
-
-def _files(unpacked: Path, folder: PurePosixPath) -> Iterator[Member]:
-    """The plain files of an unpacked sdist."""
-    for file in sorted((unpacked / folder).rglob("*")):
-        path = PurePosixPath(file.relative_to(unpacked / folder).as_posix())
-        if file.is_file() and not {".git", "__pycache__"} & {*path.parts}:
-            yield path, file.stat().st_mode, file.read_bytes()
-
-
-def _members(sdist: Path, folder: PurePosixPath) -> Iterator[Member]:
-    """The plain files of an sdist."""
+def _members(sdist: Path, folder: PurePosixPath) -> Iterator[tuple[PurePosixPath, int, bytes]]:
+    """The plain files of an sdist, packed or not: path below the folder, mode, content."""
+    if sdist.is_dir():
+        for file in (sdist / folder).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts:
+                path = PurePosixPath(file.relative_to(sdist / folder).as_posix())
+                yield path, file.stat().st_mode, file.read_bytes()
+        return
     with tarfile.open(sdist, "r:gz") as archive:
         for member in archive:
             path = PurePosixPath(*PurePosixPath(member.name).parts[1:])  # without package-version/

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from pyorch import children, paths, table
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.native import source
 from pyorch.native.patches import HINT, TRAILERS, apply_series, parse, series
@@ -106,23 +105,7 @@ def refresh(patch_dir: Path, folder: Path) -> None:
             old.unlink()
         for new in series(Path(temp)):
             shutil.copy(new, patch_dir / new.name)
-    readme = patch_dir / "README.md"
-    readme.write_text(_with_table(readme.read_text("utf-8"), patch_dir), "utf-8")
     say(f"wrote {len(series(patch_dir))} patches")
-
-
-def _with_table(readme: str, patch_dir: Path) -> str:
-    head, rows = ("patch", "what", "touches", "calls", "gate"), []
-    patches = [parse(file) for file in series(patch_dir)]
-    for p in patches:
-        cells = (p.trailers.get(key, "missing") for key in ("Calls", "Gate"))
-        rows.append([f"[{p.name[:4]}]({p.name})", p.title, p.touches, *cells])
-    added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
-    files = len({change.path for p in patches for change in p.changes})
-    budget = f"at most +{MAX_ADDED} -{MAX_REMOVED}"
-    rows.append(["all", budget, f"{files} files, +{added} -{removed}", "", ""])
-    block = f"<!-- series -->\n{table.markdown(head, rows, left=head)}\n<!-- /series -->"
-    return re.sub(r"<!-- series -->.*?<!-- /series -->", lambda _: block, readme, flags=re.S)
 
 
 def audit(patch_dir: Path) -> list[str]:
@@ -171,9 +154,6 @@ def check(patch_dir: Path) -> list[str]:
                     apply_series(tree, patch_dir)
                 except SparqError as error:
                     wrong.append(f"{pin.version}: {error.message}")
-    readme = (patch_dir / "README.md").read_text("utf-8")
-    if readme != _with_table(readme, patch_dir):
-        wrong.append("README.md: the table of patches is out of date")
     return wrong
 
 

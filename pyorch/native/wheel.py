@@ -21,14 +21,16 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.native import build, cmake, probe, source
-from pyorch.progress import progress_bar, say
+from pyorch.progress import say
 
 
 @dataclass(frozen=True)
@@ -142,16 +144,9 @@ def make(name: str, into: Path) -> Path:
     made_of = build.sources(options)
     version = metadata.version("ziglang")
     how = source.digest_of({"wheel": Path(__file__), "cmake": Path(cmake.__file__)})
-    key = json.dumps([made_of["pin"], made_of["patches"], how, target.zig, version]).encode()
-    root = paths.cache() / "wheels" / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
-    for old in set(root.parent.glob(f"{name}-*")) - {root}:
-        shutil.rmtree(old)
-    # not the lock of the cache, which would keep every other build waiting
-    with paths.locked(root, lambda who: say(f"waiting for process {who}")) as lock:
-        zig = Zig(target, root)
-        if not (root / target.cxx_library).exists():
-            say(f"{name}: the C++ library of {zig.version}")
-            zig.make_cxx_library()
+    key = [made_of["pin"], made_of["patches"], how, target.zig, version]
+    with workshop(name, target, key) as (zig, lock):
+        root = zig.root
         variants = tuple(f"ggml-cpu-{variant}" for variant in target.variants)
         for part, targets, more in (
             ("all", ("llama", *build.TOOLS), {}),
@@ -161,8 +156,7 @@ def make(name: str, into: Path) -> Path:
             tree = root / part
             build.prepare(tree, options)
             chain = zig.toolchain(tree, more)
-            with progress_bar("compiling", off_terminal=say) as bar:
-                cmake.compile_tree(tree, options, targets, build.default_jobs(), chain, bar, lock)
+            cmake.compile_tree(tree, options, targets, build.default_jobs(), chain, lock)
         built, system = root / "built", target.system
         shutil.rmtree(built, ignore_errors=True)
         (built / "lib").mkdir(parents=True)
@@ -189,6 +183,23 @@ def make(name: str, into: Path) -> Path:
         (built / "stamp.json").write_text(json.dumps(stamp, indent=1), "utf-8")
         env = {"SPARQ_WHEEL_LIBRARY": str(built), "SPARQ_WHEEL_TAG": target.tag}
         return pack(paths.REPOSITORY, "sparq_cpp", env, into)
+
+
+@contextmanager
+def workshop(name: str, target: Target, key: list[Any]) -> Iterator[tuple[Zig, int]]:
+    """The compiler with its C++ library, in a folder of the cache that is for this `key` and takes
+    the place of older ones; and the descriptor of its lock, which is not the one of the cache, for
+    that would keep every other build waiting."""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
+    root = paths.cache() / "wheels" / f"{name}-{digest}"
+    for old in set(root.parent.glob(f"{name}-*")) - {root}:
+        shutil.rmtree(old)
+    with paths.locked(root) as lock:
+        zig = Zig(target, root)
+        if not (root / target.cxx_library).exists():
+            say(f"{name}: the C++ library of {zig.version}")
+            zig.make_cxx_library()
+        yield zig, lock
 
 
 def copy_licenses(into: Path, trees: dict[str, Path]) -> None:
@@ -343,11 +354,7 @@ class Zig:
         return [f"-ffile-prefix-map={tree}=.", f"-ffile-prefix-map={self.folder}=zig"]
 
     def run(self, argv: list[str]) -> None:
-        """Compile or link: `cc` or `c++`, and its arguments.
-
-        Raises:
-            SparqError: it failed.
-        """
+        """Compile or link: `cc` or `c++`, and its arguments."""
         driver, *rest = argv
         full = [str(self.folder / "zig"), driver, "-target", self.target.zig, *rest]
         done = children.run(full)

@@ -28,13 +28,11 @@ from pyorch.policies.base import Policy
 from pyorch.policies.flexgen import FlexGen
 from pyorch.policies.h2o import H2O
 from pyorch.policies.keyformer import Keyformer
-from pyorch.policies.lm_infinite import LMInfinite
+from pyorch.policies.lm_infinite import LMInfinite, StreamingLLM
 from pyorch.policies.low_rank import LowRank
 from pyorch.policies.oracle import Oracle
-from pyorch.policies.page_mean_std import PageMeanStd
-from pyorch.policies.quest import Quest
+from pyorch.policies.pages import PageMeanStd, Quest
 from pyorch.policies.sparq_tau import SparQTau
-from pyorch.policies.streaming_llm import StreamingLLM
 from pyorch.policies.watch import SPEC, Counters, PolicyWatch
 
 _RETURNING = Oracle, FlexGen, LowRank, SparQTau, Quest, PageMeanStd, Alisa
@@ -57,20 +55,14 @@ class _StockFa0(AttentionSpec):
 
 
 STOCK_FA0 = _StockFa0()
-# methods of records that are here no longer; see docs/tried.md
-FORMER = ("index",)
 
 
 @dataclass(frozen=True)
-class Former(Policy):
-    """A method that records have and that is here no longer: it can be shown, and not run."""
+class Index(Policy):
+    """A method of committed records, which can be shown and not run; see docs/tried.md."""
 
-    text: str = ""
-    name = "former"
-
-    def line(self, without: Collection[str] = ()) -> str:
-        head, parts = line.split(self.text)
-        return ",".join([head, *(x for x in parts if x.partition("=")[0] not in without)])
+    part: int | None = None
+    name = "index"
 
 
 def is_sparse(method: Method) -> bool:
@@ -100,10 +92,9 @@ def parse(text: str) -> Method:
 def recorded(text: str) -> Method:
     """The method of a record. Raises SparqError as `parse`."""
     head, parts = line.split(text)
-    if head not in FORMER:
+    if head != Index.name:
         return parse(text)
-    given = [part for part in parts if part.startswith(("ratio=", "k="))]
-    return Former(**line.read(Former, given, f"setting of {head}"), text=text)
+    return Index(**line.read(Index, parts, f"setting of {head}"))
 
 
 def open_session(

@@ -9,7 +9,7 @@ are the cache types q8_0 (`type_k`, `type_v`). Its scheduling between CPU and GP
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,38 +17,18 @@ from pyorch.policies.base import Heads, Policy, Selector, Step, same_for_all, so
 from pyorch.policies.prompt import Prompt
 
 
-@dataclass(frozen=True)
-class Alisa(Policy):
-    name = "alisa"
-    needs_prompt = True
-
-    def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
-        """The bytes of the sums (f32), which all heads of the layer share."""
-        return 4 * n_pos / heads.n_head_kv
-
-    def position_bytes(self, heads: Heads) -> float:
-        """The bytes of a row, and of a position and its weight in the row that leaves the sums."""
-        return heads.row + 8 / heads.n_head_kv
-
-    def start(self, heads: Heads, prompt: Prompt | None) -> AlisaSelector:
-        assert prompt is not None
-        return AlisaSelector(self, heads, prompt, np.zeros(0), prompt.n)
-
-
-@dataclass
 class AlisaSelector(Selector):
     """sums (n,) f64 of the rows from `first` on; `rows`: for the rows after the prompt, the
     positions that were read and their weights (summed over heads)."""
 
-    policy: Alisa
-    heads: Heads
     prompt: Prompt
-    sums: np.ndarray
-    first: int
-    rows: deque[tuple[np.ndarray, np.ndarray]] = field(default_factory=deque)
+
+    def begin(self) -> None:
+        self.sums, self.first = np.zeros(0), self.prompt.n
+        self.rows: deque[tuple[np.ndarray, np.ndarray]] = deque()
 
     def select(self, step: Step) -> np.ndarray:
-        k = self.policy.k_at(step.n_pos, self.heads)
+        k = self.k_at(step)
         self.sums = np.append(self.sums, np.zeros(step.n_pos - len(self.sums)))
         self._begin_at(max(step.last - max(k // 2, 1), 0))
         n_old = step.n_pos - (k - k // 2)
@@ -72,3 +52,18 @@ class AlisaSelector(Selector):
         """Add rows of the prompt to the sums, or subtract them."""
         for logits in self.prompt.blocks(start, stop):
             self.sums[: logits.shape[3]] += sign * softmax(logits).sum(axis=(0, 1, 2), dtype=float)
+
+
+@dataclass(frozen=True)
+class Alisa(Policy):
+    name = "alisa"
+    selector = AlisaSelector
+    needs_prompt = True
+
+    def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
+        """The bytes of the sums (f32), which all heads of the layer share."""
+        return 4 * n_pos / heads.n_head_kv
+
+    def position_bytes(self, heads: Heads) -> float:
+        """The bytes of a row, and of a position and its weight in the row that leaves the sums."""
+        return heads.row + 8 / heads.n_head_kv

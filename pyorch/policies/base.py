@@ -67,11 +67,24 @@ class Step:
 class Selector:
     """A method's state in one layer of one sequence. It is asked once per token, in order.
 
+    prompt: the attention of the prompt, if the method `needs_prompt`
     alpha (n_head_kv, n_group_q), set by `select`: its estimate of the share of attention on
     the positions it chose; the mean of V stands for the rest (SparQ, eq. 10). None: no mean of V.
     """
 
+    policy: Policy
+    prompt: Prompt | None
     alpha: np.ndarray | None = None
+
+    def __init__(self, policy: Policy, heads: Heads, prompt: Prompt | None) -> None:
+        self.policy, self.heads, self.prompt = policy, heads, prompt
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the state that the method keeps from token to token."""
+
+    def k_at(self, step: Step) -> int:
+        return self.policy.k_at(step.n_pos, self.heads)
 
     def select(self, step: Step) -> np.ndarray:
         """The positions to read: (n_head_kv, n), ascending, each only once."""
@@ -94,6 +107,7 @@ class Policy:
     k: int | None = None
 
     name: ClassVar[str]
+    selector: ClassVar[type[Selector]]
     needs_prompt: ClassVar[bool] = False  # whether it reads the attention of the prompt
     renormalises: ClassVar[bool] = True  # softmax over what is read, else over all positions
 
@@ -122,8 +136,8 @@ class Policy:
         return replace(self, ratio=ratio, k=None)
 
     def start(self, heads: Heads, prompt: Prompt | None) -> Selector:
-        """Begin a sequence in one layer. `prompt` is given if `needs_prompt`."""
-        raise NotImplementedError
+        """Begin a sequence in one layer."""
+        return self.selector(self, heads, prompt)
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
         """The bytes per KV head that do not depend on the number of positions read."""

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.policies.base import Heads, Policy, Selector, Step, summed_scores, top_rows
-from pyorch.policies.prompt import Prompt
+
+
+class FlexGenSelector(Selector):
+    def select(self, step: Step) -> np.ndarray:
+        others = top_rows(summed_scores(step.logits)[:, :-1], self.k_at(step) - 1)
+        return np.concatenate([others, np.full((len(others), 1), step.last)], axis=1)
 
 
 @dataclass(frozen=True)
 class FlexGen(Policy):
     name = "flexgen"
+    selector = FlexGenSelector
     renormalises = False
 
     def fixed_bytes(self, n_pos: int, heads: Heads) -> float:
@@ -25,22 +31,3 @@ class FlexGen(Policy):
 
     def position_bytes(self, heads: Heads) -> float:
         return heads.v_bytes
-
-    def start(self, heads: Heads, prompt: Prompt | None) -> FlexGenSelector:
-        return FlexGenSelector(self, heads)
-
-
-@dataclass
-class FlexGenSelector(Selector):
-    policy: FlexGen
-    heads: Heads
-
-    def select(self, step: Step) -> np.ndarray:
-        return select(step.logits, self.policy.k_at(step.n_pos, self.heads))
-
-
-def select(logits: np.ndarray, k: int) -> np.ndarray:
-    """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): the last position, the best others."""
-    n = logits.shape[2]
-    others = top_rows(summed_scores(logits)[:, :-1], k - 1)
-    return np.concatenate([others, np.full((len(others), 1), n - 1)], axis=1)

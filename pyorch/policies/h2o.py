@@ -16,19 +16,32 @@ from pyorch.policies.base import Heads, Policy, Selector, Step, at, evict, softm
 from pyorch.policies.prompt import Prompt
 
 
+class H2OSelector(Selector):
+    """positions (n_head_kv, m): in the cache, ascending; sums (n_head_kv, m) of their attention."""
+
+    prompt: Prompt
+
+    def begin(self) -> None:
+        prompt, n_head_kv = self.prompt, self.heads.n_head_kv
+        self.sums = prompt.once(("h2o",), lambda: prompt_sums(prompt, n_head_kv))
+        self.positions = np.tile(np.arange(prompt.n), (n_head_kv, 1))
+
+    def select(self, step: Step) -> np.ndarray:
+        k = self.k_at(step)
+        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, max(k // 4, 1))
+        kept = at(step.logits, self.positions)
+        self.sums += softmax(kept).sum(axis=1)
+        return self.positions
+
+
 @dataclass(frozen=True)
 class H2O(Policy):
     name = "h2o"
+    selector = H2OSelector
     needs_prompt = True
 
     def position_bytes(self, heads: Heads) -> float:
         return heads.row + 4  # a row and its sum (f32)
-
-    def start(self, heads: Heads, prompt: Prompt | None) -> H2OSelector:
-        assert prompt is not None
-        sums = prompt.once(("h2o",), lambda: prompt_sums(prompt, heads.n_head_kv))
-        positions = np.tile(np.arange(prompt.n), (heads.n_head_kv, 1))
-        return H2OSelector(self, heads, positions, sums)
 
 
 def prompt_sums(prompt: Prompt, n_head_kv: int, noise: np.ndarray | None = None) -> np.ndarray:
@@ -40,20 +53,3 @@ def prompt_sums(prompt: Prompt, n_head_kv: int, noise: np.ndarray | None = None)
             logits += noise[:, :, None, : logits.shape[3]]
         out[:, : logits.shape[3]] += softmax(logits).sum(axis=(1, 2))
     return out
-
-
-@dataclass
-class H2OSelector(Selector):
-    """positions (n_head_kv, m): in the cache, ascending; sums (n_head_kv, m) of their attention."""
-
-    policy: H2O
-    heads: Heads
-    positions: np.ndarray
-    sums: np.ndarray
-
-    def select(self, step: Step) -> np.ndarray:
-        k = self.policy.k_at(step.n_pos, self.heads)
-        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, max(k // 4, 1))
-        kept = at(step.logits, self.positions)
-        self.sums += softmax(kept).sum(axis=1)
-        return self.positions

@@ -17,6 +17,33 @@ from pyorch.policies.h2o import prompt_sums
 from pyorch.policies.prompt import Prompt
 
 
+class KeyformerSelector(Selector):
+    """positions, sums: as for H2O. n_step: the tokens decoded so far."""
+
+    policy: Keyformer
+    prompt: Prompt
+    n_step = 0
+
+    def begin(self) -> None:
+        prompt, heads, seed = self.prompt, self.heads, self.policy.seed
+        self.noise = noise = gumbel(seed, heads, prompt.n)
+        key = ("keyformer", seed)
+        self.sums = prompt.once(key, lambda: prompt_sums(prompt, heads.n_head_kv, noise))
+        self.positions = np.tile(np.arange(prompt.n), (heads.n_head_kv, 1))
+
+    def select(self, step: Step) -> np.ndarray:
+        k, policy = self.k_at(step), self.policy
+        local = max(int(k * policy.recent), 1)
+        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, local)
+        if step.n_pos > self.noise.shape[2]:
+            self.noise = gumbel(policy.seed, self.heads, 2 * step.n_pos)
+        self.n_step += 1
+        tau = np.float32(1 + min(self.n_step / policy.tokens, 1))
+        noisy = at(step.logits, self.positions) + at(self.noise, self.positions)
+        self.sums += softmax(noisy / tau).sum(axis=1)
+        return self.positions
+
+
 @dataclass(frozen=True)
 class Keyformer(Policy):
     """recent: the share of k for the newest positions (0.2 to 0.3 in its section 4.4.4)
@@ -28,6 +55,7 @@ class Keyformer(Policy):
     tokens: int = 256
     seed: int = 0
     name = "keyformer"
+    selector = KeyformerSelector
     needs_prompt = True
 
     def check(self) -> None:
@@ -40,14 +68,6 @@ class Keyformer(Policy):
         """The bytes of a row, its score (f32) and each query head's noise (f32)."""
         return heads.row + 4 + 4 * heads.n_head / heads.n_head_kv
 
-    def start(self, heads: Heads, prompt: Prompt | None) -> KeyformerSelector:
-        assert prompt is not None
-        noise = gumbel(self.seed, heads, prompt.n)
-        key = ("keyformer", self.seed)
-        sums = prompt.once(key, lambda: prompt_sums(prompt, heads.n_head_kv, noise))
-        positions = np.tile(np.arange(prompt.n), (heads.n_head_kv, 1))
-        return KeyformerSelector(self, heads, positions, sums, noise)
-
 
 def gumbel(seed: int, heads: Heads, n: int) -> np.ndarray:
     """Standard Gumbel noise (n_head_kv, n_group_q, n) f32 of a layer's first n positions. More
@@ -56,27 +76,3 @@ def gumbel(seed: int, heads: Heads, n: int) -> np.ndarray:
     e = rng.standard_exponential((n, heads.n_head_kv, n_group_q), np.float32)
     noise: np.ndarray = -np.log(np.maximum(e, np.float32(1e-30))).transpose(1, 2, 0)
     return noise
-
-
-@dataclass
-class KeyformerSelector(Selector):
-    """positions, sums: as for H2O. n_step: the tokens decoded so far."""
-
-    policy: Keyformer
-    heads: Heads
-    positions: np.ndarray
-    sums: np.ndarray
-    noise: np.ndarray
-    n_step: int = 0
-
-    def select(self, step: Step) -> np.ndarray:
-        k, policy = self.policy.k_at(step.n_pos, self.heads), self.policy
-        local = max(int(k * policy.recent), 1)
-        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, local)
-        if step.n_pos > self.noise.shape[2]:
-            self.noise = gumbel(policy.seed, self.heads, 2 * step.n_pos)
-        self.n_step += 1
-        tau = np.float32(1 + min(self.n_step / policy.tokens, 1))
-        noisy = at(step.logits, self.positions) + at(self.noise, self.positions)
-        self.sums += softmax(noisy / tau).sum(axis=1)
-        return self.positions

@@ -1,8 +1,11 @@
-"""LM-Infinite (Han et al., arXiv 2308.16137): the first positions and a window of the newest.
+"""The first positions and a window of the newest: LM-Infinite and StreamingLLM.
 
-This is the version of SparQ's comparison (arXiv 2312.04985, appendix G): the first 16 positions and
-the k - 16 newest. The ceiling on distances is left out: it is for texts longer than the model was
-trained on, and changes nothing for ours, which are shorter.
+LM-Infinite (Han et al., arXiv 2308.16137) is the version of SparQ's comparison (arXiv 2312.04985,
+appendix G): the first 16 positions and the k - 16 newest. StreamingLLM (Xiao et al., arXiv
+2309.17453) has 4 attention sinks.
+
+What both do to distances beyond those of the training is left out, a ceiling and keys rotated anew:
+here no text is longer.
 """
 
 from __future__ import annotations
@@ -11,8 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Selector, Step, same_for_all
-from pyorch.policies.prompt import Prompt
+from pyorch.policies.base import Policy, Selector, Step, same_for_all
+
+
+class WindowSelector(Selector):
+    policy: LMInfinite
+
+    def select(self, step: Step) -> np.ndarray:
+        k = self.k_at(step)
+        sinks = min(self.policy.sinks, k - 1)
+        newest = np.arange(step.n_pos - (k - sinks), step.n_pos)
+        return same_for_all(np.append(np.arange(sinks), newest), self.heads.n_head_kv)
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,7 @@ class LMInfinite(Policy):
 
     sinks: int = 16
     name = "lm-infinite"
+    selector = WindowSelector
 
     @property
     def least(self) -> int:
@@ -32,22 +45,8 @@ class LMInfinite(Policy):
         if self.k is not None and self.k < self.least:
             raise self.error(f"k {self.k} has no room for {self.sinks} sinks and a window")
 
-    def start(self, heads: Heads, prompt: Prompt | None) -> WindowSelector:
-        return WindowSelector(self, heads)
 
-
-@dataclass
-class WindowSelector(Selector):
-    policy: LMInfinite
-    heads: Heads
-
-    def select(self, step: Step) -> np.ndarray:
-        k = self.policy.k_at(step.n_pos, self.heads)
-        return same_for_all(select(step.n_pos, k, self.policy.sinks), self.heads.n_head_kv)
-
-
-def select(n_pos: int, k: int, sinks: int) -> np.ndarray:
-    """(min(k, n_pos),): the first `sinks` positions and the newest; at least the newest one."""
-    k = min(k, n_pos)
-    sinks = min(sinks, k - 1)
-    return np.concatenate([np.arange(sinks), np.arange(n_pos - (k - sinks), n_pos)])
+@dataclass(frozen=True)
+class StreamingLLM(LMInfinite):
+    sinks: int = 4
+    name = "streaming-llm"

@@ -10,39 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Step
-from pyorch.policies.prompt import Prompt
+from pyorch.policies.base import Step
 from pyorch.policies.scan import Scan, ScanSelector
 
 
-@dataclass(frozen=True)
-class LowRank(Scan):
-    seed: int = 0
-    name = "low-rank"
-
-    def check(self) -> None:
-        super().check()
-        if self.seed < 0:
-            raise self.error(f"seed {self.seed} is below 0")
-
-    def start(self, heads: Heads, prompt: Prompt | None) -> LowRankSelector:
-        rank = self.rank_of(heads)
-        matrix = projection(heads.n_head_kv, heads.d_k, rank, (self.seed, heads.index))
-        return LowRankSelector(self, heads, matrix, np.empty((heads.n_head_kv, rank, 0)))
-
-
-def projection(n_head_kv: int, d: int, rank: int, seed: tuple[int, ...]) -> np.ndarray:
-    """(n_head_kv, d, rank) f32: random, with orthonormal columns."""
-    normal = np.random.default_rng(seed).normal(size=(n_head_kv, d, rank))
-    return np.linalg.qr(normal)[0].astype(np.float32)
-
-
-@dataclass
 class LowRankSelector(ScanSelector):
     """projected (n_head_kv, rank, n): K, f16 values as f32."""
 
-    matrix: np.ndarray
-    projected: np.ndarray
+    policy: LowRank
+
+    def begin(self) -> None:
+        heads, rank = self.heads, self.policy.rank_of(self.heads)
+        self.matrix = projection(heads.n_head_kv, heads.d_k, rank, (self.policy.seed, heads.index))
+        self.projected = np.empty((heads.n_head_kv, rank, 0))
 
     def approximate_logits(self, step: Step) -> np.ndarray:
         known = self.projected.shape[2]
@@ -51,3 +31,21 @@ class LowRankSelector(ScanSelector):
         self.projected = np.concatenate([self.projected, new], axis=2) if known else new
         logits: np.ndarray = (step.q @ self.matrix) @ self.projected * np.float32(step.scale)
         return logits
+
+
+@dataclass(frozen=True)
+class LowRank(Scan):
+    seed: int = 0
+    name = "low-rank"
+    selector = LowRankSelector
+
+    def check(self) -> None:
+        super().check()
+        if self.seed < 0:
+            raise self.error(f"seed {self.seed} is below 0")
+
+
+def projection(n_head_kv: int, d: int, rank: int, seed: tuple[int, ...]) -> np.ndarray:
+    """(n_head_kv, d, rank) f32: random, with orthonormal columns."""
+    normal = np.random.default_rng(seed).normal(size=(n_head_kv, d, rank))
+    return np.linalg.qr(normal)[0].astype(np.float32)

@@ -14,7 +14,6 @@ import numpy as np
 
 from pyorch.policies import pages
 from pyorch.policies.base import (
-    Heads,
     Selector,
     Step,
     WithMeanV,
@@ -23,7 +22,21 @@ from pyorch.policies.base import (
     summed_scores,
     top_rows,
 )
-from pyorch.policies.prompt import Prompt
+
+
+class OracleSelector(Selector):
+    policy: Oracle
+
+    def select(self, step: Step) -> np.ndarray:
+        k, page = self.k_at(step), self.policy.page
+        if page == 1:
+            positions = top_rows(summed_scores(step.logits), k)
+        else:
+            scores = page_scores(step.logits, step.last // page, page)
+            positions = pages.select(scores, k, step.n_pos, page)
+        if self.policy.uses_mean_v(self.heads):
+            self.alpha = at(softmax(step.logits), positions).sum(axis=2)
+        return positions
 
 
 @dataclass(frozen=True)
@@ -33,36 +46,12 @@ class Oracle(WithMeanV):
     page: int = 1
 
     name = "oracle"
+    selector = OracleSelector
 
     def check(self) -> None:
         super().check()
         if self.page < 1:
             raise self.error(f"page {self.page} is below 1")
-
-    def start(self, heads: Heads, prompt: Prompt | None) -> OracleSelector:
-        return OracleSelector(self, heads)
-
-
-@dataclass
-class OracleSelector(Selector):
-    policy: Oracle
-    heads: Heads
-
-    def select(self, step: Step) -> np.ndarray:
-        k, page = self.policy.k_at(step.n_pos, self.heads), self.policy.page
-        if page == 1:
-            positions = select(step.logits, k)
-        else:
-            scores = page_scores(step.logits, step.last // page, page)
-            positions = pages.select(scores, k, step.n_pos, page)
-        if self.policy.uses_mean_v(self.heads):
-            self.alpha = at(softmax(step.logits), positions).sum(axis=2)
-        return positions
-
-
-def select(logits: np.ndarray, k: int) -> np.ndarray:
-    """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): positions of the k largest scores."""
-    return top_rows(summed_scores(logits), k)
 
 
 def page_scores(logits: np.ndarray, n_full: int, page: int) -> np.ndarray:

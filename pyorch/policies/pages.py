@@ -1,17 +1,48 @@
-"""The common part of methods that choose whole pages: two vectors per page, and the choice.
+"""Methods that choose whole pages by two vectors per page: Quest, and the mean of the keys.
 
 A page is `page` positions in a row. Its two vectors are made once it is full, and kept in f16. The
 page of the token itself is always read, and needs no vectors.
+
+Quest (Tang et al., arXiv 2406.10774) takes an upper bound of a page's scores: it keeps the least
+and the largest value of K per component, and the bound of q.k is the sum over the components of
+max(q*min, q*max). For shared KV heads the bounds are taken as logits, softmaxed and summed over
+their query heads (its code repeats K for every query head). Its code leaves the first two layers
+dense; here every layer has the same bytes.
+
+`page-mean-std` (arXiv 2605.27740) takes the sum over components of q*mean + offset*|q|*std. The
+paper's offset is the norm of q times one deviation per page; per component it is Quest's bound with
+other numbers, at the same bytes, as GGUF runtimes use it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from pyorch.policies.base import Heads, Policy, Selector, Step, summed_scores, top_rows
-from pyorch.policies.prompt import Prompt
+
+
+class PageSelector(Selector):
+    """summaries: the two vectors of the full pages (pages, n_head_kv, d_k), f16 values as f32."""
+
+    policy: Paged
+
+    def begin(self) -> None:
+        self.summaries = [np.empty((0, self.heads.n_head_kv, self.heads.d_k), np.float32)] * 2
+
+    def select(self, step: Step) -> np.ndarray:
+        page = self.policy.page
+        known, n_full = len(self.summaries[0]), step.last // page
+        if n_full > known:
+            keys = step.keys(known * page, n_full * page)
+            new = self.policy.summary(keys.reshape(n_full - known, page, *keys.shape[1:]))
+            self.summaries = [
+                np.concatenate([old, add.astype(np.float16).astype(np.float32)])
+                for old, add in zip(self.summaries, new, strict=True)
+            ]
+        logits = page_logits(self.policy.weights(step.q), self.summaries) * np.float32(step.scale)
+        return select(logits, self.k_at(step), step.n_pos, page)
 
 
 @dataclass(frozen=True)
@@ -19,6 +50,7 @@ class Paged(Policy):
     """page: the number of positions in a page."""
 
     page: int = 32
+    selector = PageSelector
 
     def check(self) -> None:
         if self.page < 1:
@@ -35,32 +67,6 @@ class Paged(Policy):
     def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The factors of both vectors, from q (n_head_kv, n_group_q, d_k): its shape, twice."""
         raise NotImplementedError
-
-    def start(self, heads: Heads, prompt: Prompt | None) -> PageSelector:
-        empty = np.empty((0, heads.n_head_kv, heads.d_k), np.float32)
-        return PageSelector(self, heads, [empty, empty])
-
-
-@dataclass
-class PageSelector(Selector):
-    """summaries: the two vectors of the full pages (pages, n_head_kv, d_k), f16 values as f32."""
-
-    policy: Paged
-    heads: Heads
-    summaries: list[np.ndarray] = field(default_factory=list)
-
-    def select(self, step: Step) -> np.ndarray:
-        page = self.policy.page
-        known, n_full = len(self.summaries[0]), step.last // page
-        if n_full > known:
-            keys = step.keys(known * page, n_full * page)
-            new = self.policy.summary(keys.reshape(n_full - known, page, *keys.shape[1:]))
-            self.summaries = [
-                np.concatenate([old, add.astype(np.float16).astype(np.float32)])
-                for old, add in zip(self.summaries, new, strict=True)
-            ]
-        logits = page_logits(self.policy.weights(step.q), self.summaries) * np.float32(step.scale)
-        return select(logits, self.policy.k_at(step.n_pos, self.heads), step.n_pos, page)
 
 
 def page_logits(weights: tuple[np.ndarray, ...], summaries: list[np.ndarray]) -> np.ndarray:
@@ -81,3 +87,29 @@ def select(logits: np.ndarray, k: int, n_pos: int, page: int) -> np.ndarray:
     positions = (pages[:, :, None] * page + np.arange(page)).reshape(n_head_kv, -1)
     own = np.tile(np.arange(n_full * page, n_pos), (n_head_kv, 1))
     return np.concatenate([positions, own], axis=1)
+
+
+@dataclass(frozen=True)
+class Quest(Paged):
+    page: int = 16  # as in its code
+    name = "quest"
+
+    def summary(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return keys.min(axis=1), keys.max(axis=1)
+
+    def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.minimum(q, 0), np.maximum(q, 0)
+
+
+@dataclass(frozen=True)
+class PageMeanStd(Paged):
+    """offset: weight of the standard deviation."""
+
+    offset: float = 1.0
+    name = "page-mean-std"
+
+    def summary(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return keys.mean(axis=1), keys.std(axis=1)
+
+    def weights(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return q, np.abs(q) * np.float32(self.offset)

@@ -48,10 +48,8 @@ class Scan(WithMeanV):
         return n_pos * self.rank_of(heads) * 2 + super().fixed_bytes(n_pos, heads)
 
 
-@dataclass
 class ScanSelector(Selector):
     policy: Scan
-    heads: Heads
 
     def approximate_logits(self, step: Step) -> np.ndarray:
         """The logits of all positions as this method sees them: (n_head_kv, n_group_q, n_pos)."""
@@ -59,19 +57,12 @@ class ScanSelector(Selector):
 
     def select(self, step: Step) -> np.ndarray:
         logits = self.approximate_logits(step)
-        k = self.policy.k_at(step.n_pos, self.heads)
-        positions = select(logits, k, self.policy.sinks)
+        k, n = self.k_at(step), step.n_pos
+        n_newest = max(k // 4, 1)
+        scores = summed_scores(logits).copy()
+        scores[:, n - n_newest :] = np.inf
+        scores[:, : min(self.policy.sinks, k - n_newest)] = np.inf
+        positions = top_rows(scores, k)
         if self.policy.uses_mean_v(self.heads):
             self.alpha = at(softmax(logits), positions).sum(axis=2)
         return positions
-
-
-def select(logits: np.ndarray, k: int, sinks: int) -> np.ndarray:
-    """(n_head_kv, n_group_q, n) to (n_head_kv, min(k, n)): newest k/4, first `sinks`, the best."""
-    n = logits.shape[2]
-    n_newest = max(min(k, n) // 4, 1)
-    n_first = min(sinks, max(k - n_newest, 0))
-    scores = summed_scores(logits).copy()
-    scores[:, n - n_newest :] = np.inf
-    scores[:, :n_first] = np.inf
-    return top_rows(scores, k)

@@ -19,28 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import nearest
-from pyorch.policies.base import Heads, Step, top_rows
-from pyorch.policies.prompt import Prompt
+from pyorch.policies.base import Step, top_rows
 from pyorch.policies.scan import Scan, ScanSelector
 
 TAUS = ("eq9", "sqrt-d", "sqrt-r")
 
 
-@dataclass(frozen=True)
-class SparQTau(Scan):
-    tau: str = "eq9"
-    name = "sparq-tau"
-
-    def check(self) -> None:
-        super().check()
-        if self.tau not in TAUS:
-            raise nearest("tau", self.tau, TAUS)
-
-    def start(self, heads: Heads, prompt: Prompt | None) -> SparQTauSelector:
-        return SparQTauSelector(self, heads)
-
-
-@dataclass
 class SparQTauSelector(ScanSelector):
     policy: SparQTau
 
@@ -61,3 +45,15 @@ class SparQTauSelector(ScanSelector):
                 factor = np.float32(1)
         logits: np.ndarray = kept_q @ kept_k * np.float32(step.scale)
         return logits / np.where(factor > 0, factor, 1)
+
+
+@dataclass(frozen=True)
+class SparQTau(Scan):
+    tau: str = "eq9"
+    name = "sparq-tau"
+    selector = SparQTauSelector
+
+    def check(self) -> None:
+        super().check()
+        if self.tau not in TAUS:
+            raise nearest("tau", self.tau, TAUS)

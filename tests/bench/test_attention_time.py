@@ -57,11 +57,6 @@ def test_a_row_of_ours_is_refused_unless_every_call_ran() -> None:
             attention_time.check_calls(case, counters)
 
 
-def test_settings_that_are_the_same_are_measured_once() -> None:
-    (group,) = planned("sparq,ratio=1/8", "dense", "sparq,ratio=0.125", "sparq,ratio=1")
-    assert [str(c.spec) for c in group] == ["off", "off", "sparq,ratio=1/8", "dense"]
-
-
 @pytest.mark.parametrize("spec", ["sparq,ratio=1/8", "dense"])
 def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
     """Our dense attention is compared with stock's, whether or not it is a row."""

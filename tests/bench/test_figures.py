@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from bench import __main__ as main
 from bench import draw, plot
-from bench.papers import ablations, end_to_end, repetition, roofline, time_in_attention, topk
+from bench.papers import ablations, repetition, topk
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import pictures, records
+from pyorch.bench import pictures
 from pyorch.cli import eval as evaluation
 from pyorch.cli.bench import command as bench_command
 from pyorch.errors import SparqError
@@ -27,28 +27,9 @@ H100 = BENCH / "results" / "nvidia-h100-intel-xeon-16-cores"
 
 
 def test_a_line_of_unusual_settings_has_all_of_them_in_its_name() -> None:
-    for line in ("sparq,ratio=1/8,budget=calibrated", "sparq,rank=32,topk=512"):
-        assert plot.name_of("sparq", True, parse_spec(line)) == line
-    assert plot.name_of("sparq", True, parse_spec("topk,ratio=1/16")) == "top-k 1/16"
-
-
-def test_the_compute_peak_is_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not of the one whose records the figures are drawn from."""
-    own, other = tmp_path / "own", tmp_path / "other"
-    monkeypatch.setattr(records, "default_folder", lambda: own)
-    other.mkdir()
-    (other / "speed.jsonl").touch()
-    assert plot.default_folder() == other
-    monkeypatch.setattr(roofline, "N", 8)
-    monkeypatch.setattr(roofline, "usable_cores", lambda: 4)
-    for given, wanted in (("2", 2), ("9", 4), ("", 4)):
-        monkeypatch.setenv("OPENBLAS_NUM_THREADS", given)
-        done = CliRunner().invoke(main.command, ["peak", "--force"], catch_exceptions=False)
-        assert f"| {wanted} |" in done.stdout
-        assert records.load_all(own / roofline.PEAK_FILE)[-1]["case"]["n_threads"] == wanted
-    assert not (other / roofline.PEAK_FILE).exists()
+    for line in ("sparq,ratio=1/8,budget=calibrated", "sparq,rank=32,topk=512", "dense"):
+        assert plot.name_of(parse_spec(line)) == line
+    assert plot.name_of(parse_spec("topk,ratio=1/16")) == "top-k 1/16"
 
 
 @pytest.mark.parametrize("name", draw.FIGURES)
@@ -93,17 +74,6 @@ def test_every_figure_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / f"{name}.svg").read_text() == svg
 
 
-def test_a_real_model_is_drawn_in_a_row_of_its_own(tmp_path: Path) -> None:
-    """If there is one."""
-    pytest.importorskip("matplotlib")
-    shutil.copy(EPYC / "speed.jsonl", tmp_path)
-    panels = {end_to_end.FIGURE: "time of a token", time_in_attention.FIGURE: "time in attention"}
-    for figure, panel in panels.items():
-        for folder, n_rows in ((tmp_path, 1), (EPYC, 2)):
-            plot.make(figure, folder, tmp_path)
-            assert (tmp_path / f"{figure.name}.svg").read_text().count(f">{panel}<") == n_rows
-
-
 def test_what_is_measured_is_drawn_though_other_records_are_missing(tmp_path: Path) -> None:
     """Nobody has the records of all machines. What was asked for by its name has to be there."""
     pytest.importorskip("matplotlib")
@@ -117,7 +87,7 @@ def test_what_is_measured_is_drawn_though_other_records_are_missing(tmp_path: Pa
     assert "token_rate: not drawn" in done.stderr
     named = CliRunner().invoke(draw.command, [*args, "repetition", "token_rate"])
     assert isinstance(named.exception, SparqError) and "1 of 2" in named.exception.message
-    (tmp_path / "speed.jsonl").write_text("{}\n{}\n")
+    (tmp_path / "gpu_tokens.jsonl").write_text("{}\n{}\n")
     broken = CliRunner().invoke(draw.command, args)
     assert isinstance(broken.exception, SparqError) and "not drawn" in broken.exception.message
 

@@ -6,14 +6,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.papers import roofline
-from bench.papers.roofline import PeakCase
 from pyorch import native
 from pyorch.bench import records
 from pyorch.cli.bench import measurement
@@ -76,17 +74,9 @@ def test_records_go_on_after_a_line_that_was_cut_short(tmp_path: Path) -> None:
     records.append(file, make(1))
     file.write_text(file.read_text() + '{"schema":1,"be')
     records.append(file, make(2))
-    assert set(records.load(file)) == {make(1)["key"], make(2)["key"]}
-
-
-def test_records_keep_a_last_line_without_its_end(tmp_path: Path) -> None:
-    """As an editor may leave it."""
-    file = tmp_path / "r.jsonl"
-    first, second = make(1), make(2)  # with their times
-    records.append(file, first)
-    file.write_text(file.read_text().rstrip())
-    records.append(file, second)
-    assert records.load_all(file) == [first, second]
+    file.write_text(file.read_text().rstrip())  # as an editor may leave it
+    records.append(file, make(3))
+    assert [rec["case"]["n"] for rec in records.load_all(file)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +124,12 @@ def test_the_commit_is_that_of_our_own_repository(
     assert records._commit() == {"commit": "", "dirty": False}
 
 
+@dataclass(frozen=True)
+class Case:
+    n: int
+    library: str = "sparq"
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
     """Measures groups of cases, whose sample is how many were measured before."""
@@ -142,18 +138,18 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
     monkeypatch.setattr(records, "environment", lambda libraries: env)
     n_measured = 0
 
-    def measure(_: object, group: Sequence[PeakCase], __: object) -> list[records.Result]:
+    def measure(_: object, group: Sequence[Case], __: object) -> list[records.Result]:
         nonlocal n_measured
         n_measured += 1
         return [{"samples_ns": [n_measured]}]
 
+    made = measurement.Measurement("b", "", Case, lambda _: [], measure, str)
+
     def of(file: Path, *sizes: int, force: bool = False, cpu: str = "A") -> list[records.Record]:
         env["machine"] = {"cpu": cpu}
-        groups = [[PeakCase(n, 1)] for n in sizes]
+        groups = [[Case(n)] for n in sizes]
         options = measurement.Given(force=force)
-        recs, n_failed = measurement.measured(
-            replace(roofline.PEAK, measure=measure), options, groups, file
-        )
+        recs, n_failed = measurement.measured(made, options, groups, file)
         assert not n_failed
         return recs
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny as tiny_models
 
 from pyorch.models import cards
 
@@ -78,13 +77,6 @@ def test_windows_are_told_apart(run: Run) -> None:
     assert r["layer_kinds"] == kinds
     heads = {(x["n_head_kv"], x["bytes_dense"], x["counted"]) for x in r["layers"]}
     assert heads == {(8, 1024 * 8 * 256 * 2 * 2, False), (2, 8192 * 2 * 512 * 2 * 2, True)}
-
-
-def test_a_file_of_a_hybrid(run: Run, tmp_path: Path) -> None:
-    file = tiny_models.write(tmp_path / "m.gguf", "lfm2", n_layer=6)
-    r = explain(run, file)
-    assert r["layer_kinds"]["full"] + r["layer_kinds"]["recurrent"] == 6
-    assert r["layer_kinds"]["full"] == len(r["layers"]) > 0 < r["layer_kinds"]["recurrent"]
 
 
 @pytest.mark.parametrize("name", cards.names())

@@ -121,12 +121,6 @@ def test_explain_without_a_gpu(run: Run) -> None:
     assert "no GPU" in run("explain", "-m", "llama3-8b", "-nkvo").err
 
 
-def test_the_note_names_the_layers_and_the_way_out() -> None:
-    text = gpu.in_memory_text(cache(), (3, 4, 5))
-    assert "3 of 32 layers" in text and "--kv-offload" in text
-    assert "--ratio" in gpu.in_memory_text(cache(None), (3, 4, 5))
-
-
 def test_llama_server_is_told(
     tiny: Path,
     tmp_path: Path,

@@ -16,7 +16,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
 from pyorch.cli.explain import WholeContext
 from pyorch.cli.groups import takes
-from pyorch.cli.types import Files, Name, NumberOr
+from pyorch.cli.types import Files, NumberOr
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 from pyorch.evals import tasks
@@ -34,25 +34,17 @@ def commands() -> dict[str, click.Command]:
     return found
 
 
-def shown(command: click.Command) -> dict[str, click.Option]:
-    """Its options by each of their names."""
-    return {n: p for p in command.params if isinstance(p, click.Option) for n in p.opts}
-
-
 def test_every_name_of_a_file_may_begin_with_the_home_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The shell leaves `--model=~/x`, and a variable in quotes, as they are."""
     monkeypatch.setenv("HOME", "/home/me")
     named = re.compile(r"FILE|DIR|TEXT\.\.\.|^(IN|OUT|TO)$")
-    found = set()
     for verb, command in commands().items():
         for param in (p for p in command.params if named.search(p.metavar or "")):
-            found.add(param.name)
             if "TASK=" not in (param.metavar or ""):  # eval splits it first
                 value = param.type.convert("~/x", param, None)
                 assert value in ("/home/me/x", ["/home/me/x"]), f"{verb} {param.name}"
-    assert {"model", "text", "texts", "resume", "document_names", "out", "output"} <= found
     given = evaluate._data(("wikitext=~/x",), [tasks()["wikitext"]])
     assert given == {"wikitext": Path("/home/me/x")}
 
@@ -158,18 +150,6 @@ def test_no_variable_stands_in_for_two_options() -> None:
         if isinstance(p, click.Option)
     )
     assert set(named.values()) == {1}
-
-
-def test_a_name_means_one_thing() -> None:
-    every = commands()
-    for verb, command in every.items():
-        names = shown(command)
-        if "-a" in names:
-            assert names["-a"].opts == ["-a", "--attn"] and names["-a"].metavar == "SPEC", verb
-        if "-o" in names and verb != "read":  # llama-bench's: a format; a file where one is made
-            assert isinstance(names["-o"].type, Name), verb
-        if "--out" in names:
-            assert names["--out"].metavar in ("FILE", "DIR"), verb
 
 
 @pytest.mark.parametrize(

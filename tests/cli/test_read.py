@@ -44,7 +44,6 @@ def test_read_then_chat(run: Run, tiny_chat: Path, text: Path, tmp_path: Path) -
     assert replies[0]["reply"] == first["reply"]
     assert replies[0]["prefill_tokens"] < 40 < len(TEXT) < first["prefill_tokens"]
 
-    # the answer to one question, without a chat
     asked = run("generate", "-m", tiny_chat, "--document", out, "-p", "who?", "-n", 8, *SPARSE)
     assert asked.code == 0, asked.err
     assert asked.out.rstrip("\n").lstrip() == first["reply"].rstrip("\n")
@@ -87,18 +86,6 @@ def test_read_has_the_context_of_a_chat(
     assert run("read", text, "-m", tiny, "--plain", "-o", out).code == 0
     assert run("generate", "-m", tiny, "--document", out, "-p", "x", "-n", 1).code == 0
     assert len(made) == 2 and made[0] == made[1]
-
-
-def test_read_for_generate(run: Run, tiny: Path, text: Path) -> None:
-    done = run("read", text, "-m", tiny, "--plain", *SPARSE)
-    assert done.code == 0, done.err
-    assert Path(done.out.strip()) == paths.documents() / "story.kv"
-    common = ("generate", "-m", tiny, "-n", 12, "-c", 4096, "--json", *SPARSE)
-    on = run(*common, "--document", "story", "-p", " and then")
-    whole = run(*common, "-p", TEXT + " and then")
-    on_said, whole_said = json.loads(on.out), json.loads(whole.out)
-    assert on_said["text"] == whole_said["text"]
-    assert on_said["prefill_tokens"] == len(" and then")
 
 
 def test_several_documents(run: Run, tiny_chat: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ is told; what it answers, with the real one.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import platform
@@ -20,17 +21,15 @@ import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import tiny as tiny_models
 from server import answered
+from tiny_gguf import CHATML, write_tiny_gguf
 
 from pyorch import native
-from pyorch.cli import serve
-from pyorch.cli.options import LoadOptions
 from pyorch.cli.serve import Account
-from pyorch.engine.settings import settings_for
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import weight_bytes
@@ -184,7 +183,8 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     rope = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096, "-nr", "-nkvo")
     env = {"LLAMA_ARG_TOOLS": "all", "AIP_MODE": "PREDICTION", "SPARQ_ATTN": "topk,k=8"}
     env |= {"SPARQ_PROMPT_ON_CPU": "1"}
-    with standin("", *line, *rope, "--api-key-file", key, "--", "--metrics", **env) as running:
+    more = ("--", "--metrics", "--lora", "x.gguf")
+    with standin("", *line, *rope, "--api-key-file", key, *more, **env) as running:
         running.until_ready()
         started = standin.started()
         assert running.end() == 0
@@ -198,7 +198,8 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert {"--no-agent", "--no-slots", "--no-repack", "--no-kv-offload"} < set(argv) and after(
         argv, "--cors-origins"
     ) == "localhost"
-    assert after(argv, "--timeout") == "60" and argv[-1] == "--metrics"
+    assert after(argv, "--timeout") == "60" and argv[-3] == "--metrics"
+    assert after(argv, "--cache-ram") == "0", "it does not know the adapters of earlier prompts"
     assert argv.count("--api-key-file") == 2 and after(argv, "--api-key-file") == str(key)
     assert "secret" not in f"{argv} {started['env']} {running.said}"
     assert started["mask"] == 0o077, "slots and logs that it writes are made of what people asked"
@@ -297,17 +298,6 @@ def test_replies_that_were_all_exact_are_told(standin: Any) -> None:
             assert "exact at 512 positions" in running.until_ready().said
             assert running.end() == 0
         assert why in running.said.rpartition("is ready")[2] and " 0.0 % of" in running.said
-
-
-@pytest.mark.parametrize("more", ["--lora x.gguf", "--lora-scaled x.gguf:0.5"])
-def test_earlier_prompts_are_not_kept_beside_adapters(standin: Any, more: str) -> None:
-    """llama-server gives a prompt that was read without an adapter to a request that has it."""
-    with standin("", "--", *more.split()) as running:
-        running.until_ready()
-    assert after(standin.started()["argv"], "--cache-ram") == "0"
-    with standin("", "--", "--metrics") as running:
-        running.until_ready()
-    assert int(after(standin.started()["argv"], "--cache-ram")) > 0
 
 
 # ---- what is refused before it starts ----
@@ -505,21 +495,27 @@ def test_a_stretched_context_is_served(server_dir: Path, tiny: Path, rope: str) 
         assert running.end() == 0
 
 
-def test_a_document_beyond_the_training(server_dir: Path, tiny: Path, tmp_path: Path) -> None:
-    """It can be asked: there is room for the question without --ctx."""
+def test_a_document_of_another_day_beyond_the_training(server_dir: Path, tmp_path: Path) -> None:
+    """It can be asked, although its template states the day: there is room for the question without
+    --ctx."""
     from pyorch import engine
+    from pyorch.engine.chat_template import ChatTemplate
 
     text = "It was a dark night. " * 220
     rope = engine.Rope("linear", freq_scale=0.5)
-    with engine.load(tiny, n_threads=1, n_ctx=5120, rope=rope) as session:
-        reading = engine.Reading("night", text, "plain")
-        engine.read_document(session, tmp_path / "night.kv", reading)
-    line = ("serve", "-m", tiny, "--port", 0, "-t", 1, "-np", 1, "--document")
+    dated = "{{ 'it is ' + strftime_now('%d %b %Y') }}" + CHATML
+    model = write_tiny_gguf(tmp_path / "dated.gguf", chat_template=dated)
+    with engine.load(model, n_threads=1, n_ctx=5120, rope=rope) as session:
+        template = ChatTemplate(session, now=dt.datetime(2025, 1, 2))
+        reading = engine.Reading("night", text)
+        engine.read_document(session, tmp_path / "night.kv", reading, template)
+    line = ("serve", "-m", model, "--port", 0, "-t", 1, "-np", 1, "--document")
     rope_line = ("--rope-scaling", "linear", "--rope-scale", 2)
     with serving(REAL, *line, tmp_path / "night.kv", *rope_line) as running:
         url = running.until_ready().url
         assert _positions(url) >= len(text) + 4096
-        answer = asked(f"{url}/completions", PROMPT | {"prompt": text + "Why?"})
+        body = {"messages": reading.messages("Why?"), "max_tokens": 2}
+        answer = asked(f"{url}/chat/completions", body)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 4600
         assert running.end() == 0
     assert "prompts that began with a document: 1" in running.said
@@ -569,11 +565,3 @@ def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> N
     assert account.opened == 1
     shorter, otherwise = capsys.readouterr().err.splitlines()  # each is told once
     assert "the document is shorter" in shorter and "read otherwise" in otherwise
-
-
-def test_idle_slots_keep_no_copy_of_a_document(tiny: Path) -> None:
-    file = read_gguf(tiny)
-    settings = settings_for(file, n_ctx=1024, n_sequences=2, attention="sparq")
-    for documents in ([], [cast(Any, "a document")]):
-        served = serve.Served(file, settings, "m", "h", 1, None, LoadOptions(), documents)
-        assert ("--no-cache-idle-slots" in serve._arguments(served)) == bool(documents)

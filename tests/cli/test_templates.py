@@ -162,14 +162,6 @@ def test_texts_that_are_kept_know_their_template(
     assert len(document_file.documents_in(paths.kept_texts())) == 2
 
 
-def test_resumed_with_another_system_message(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
-    ask, file = ("chat", "-m", tiny_chat, "-n", 2), tmp_path / "talk.json"
-    assert run(*ask, "--system", "long", stdin=f"{TEXT}\n/save {file} kv\n").code == 0
-    assert "can be used" not in run(*ask, "--resume", file, stdin="and?\n").err
-    done = run(*ask, "--resume", file, "--system", "short", stdin="and?\n")
-    assert "'short\\n<u'" in done.err
-
-
 # ---- how a text is taken ----
 
 

@@ -259,28 +259,6 @@ def test_a_sparse_prompt_is_counted(session: engine.Session, method: str) -> Non
     assert info.counter("prompt_visible") == 0
 
 
-def test_counters_say_what_ran(session: engine.Session) -> None:
-    prompt = engine.tokenize(session, text_of(1500))
-    engine.set_attention(session, SPARSE)
-    engine.prefill(session, prompt)
-    engine.reset_counters(session)
-    greedy(session, prompt, n=9)
-    info = engine.info(session)
-    assert info.active and info.method == "sparq" and info.dense_reasons == []
-    n_layer = session.geometry.n_layer
-    assert info.counter("calls_prefill") == n_layer  # the last token of the prompt again
-    assert info.counter("steps") == 8
-    assert info.counter("calls_sparse") == 8 * n_layer
-    assert info.sparse_share == 1
-    assert info.shadow_bytes > 0
-    engine.reset_counters(session)
-    engine.set_attention(session, "dense")
-    greedy(session, prompt, n=3)
-    info = engine.info(session)
-    assert info.counter("calls_sparse") == 0
-    assert info.counter("calls_dense_op") > 0
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -460,14 +438,6 @@ def test_settings_of_rope() -> None:
     for wrong in ({"scaling": "longer"}, {"freq_scale": 0}, {"yarn_orig_ctx": -1}):
         with pytest.raises(SparqError, match=next(iter(wrong))):
             Rope(**wrong)
-
-
-def test_the_log_goes_to_logging(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="pyorch.llama"):
-        engine.load(tiny, n_threads=1).close()
-    lines = [r.getMessage() for r in caplog.records if r.name == "pyorch.llama"]
-    assert any(line.startswith("llama_model_loader: loaded meta data") for line in lines)
-    assert not any("\n" in line or not line.strip() for line in lines)
 
 
 def test_numa_strategies(tiny: Path) -> None:

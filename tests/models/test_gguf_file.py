@@ -36,22 +36,21 @@ def test_every_truncation_is_refused(tiny: Path, tmp_path: Path) -> None:
             read_gguf(cut)
 
 
-@pytest.mark.parametrize("content", [b"not a model", b"GGUF\x01\0\0\0" + bytes(40), None, "folder"])
-def test_other_files(tmp_path: Path, content: bytes | str | None) -> None:
-    """Text, an old version, no file, a folder."""
+@pytest.mark.parametrize("content", [b"not a model", b"GGUF\x01\0\0\0" + bytes(40), None])
+def test_other_files(tmp_path: Path, content: bytes | None) -> None:
+    """Text, an old version, no file."""
     path = tmp_path / "m.gguf"
-    if content == "folder":
-        path.mkdir()
-    elif isinstance(content, bytes):
+    if content:
         path.write_bytes(content)
-    with pytest.raises(SparqError, match=r"m\.gguf"):
-        read_gguf(path)
+    for file in (path, tmp_path):
+        with pytest.raises(SparqError, match=file.name):
+            read_gguf(file)
 
 
 def test_a_file_that_is_no_language_model(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.blork_count"))
-    with pytest.raises(SparqError, match="llama.block_count is missing"):
+    with pytest.raises(SparqError, match="llama.block_count"):
         geometry(read_gguf(path))
 
 

@@ -158,5 +158,5 @@ def test_a_run_that_cannot_write_leaves_nothing(demo_model: Path, tmp_path: Path
 
     child = command(demo_model, tmp_path / "q.gguf", "--type", "Q8_0", preexec_fn=limit)
     _, said = child.communicate(timeout=60)
-    assert child.returncode == 1 and len(said.splitlines()) == 2, said
+    assert child.returncode == 1 and "hint: " in said
     assert not list(tmp_path.iterdir())

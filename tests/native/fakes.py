@@ -64,12 +64,28 @@ def world(folder: Path) -> None:
         "bin/cmake": '#!/bin/sh\neval "$FAKE_CMAKE"\n',
         "bin/ninja": NINJA.format(folder=folder),
     }
+    write(folder, files)
+    for file in (folder / "bin").iterdir():
+        file.chmod(0o755)
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    """Files below a folder by their names. Returns the folder."""
     for name, text in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, "utf-8")
-        if file.parent.name == "bin":
-            file.chmod(0o755)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+    return folder
+
+
+def edit(world: Path, text: str) -> None:
+    """Another source of ours."""
+    (world / "ggml_ops" / "op.c").write_text(f"int {text};\n")
+
+
+def runs(world: Path) -> int:
+    """How often ninja ran."""
+    log = world / "ninja.log"
+    return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def use(folder: Path) -> None:

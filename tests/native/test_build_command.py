@@ -69,10 +69,8 @@ def test_doctor_json(run: Run, native_lib_dir: Path, monkeypatch: pytest.MonkeyP
     assert facts["sparq-cpp"]["SPARQ_ATTN"] == "sparq,ratio=1/8"
     assert facts["built"]["sparq"]["lib_dir"] == str(native_lib_dir)
     assert facts["built"]["sparq"]["stamp"] in native_lib_dir.name
-    assert facts["toolchain"]["compiler"] and isinstance(facts["toolchain"]["openmp"], bool)
-    assert all(facts["off"].values())
+    assert facts["toolchain"]["compiler"]
     assert "cuda" in facts["off"] or facts["machine"]["gpu"]
-    assert facts["cache"]["lib"] > 1 << 20
 
 
 def test_doctor_on_a_bare_machine(run: Run, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from fakes import edit, write
 
 from pyorch import native
 from pyorch.errors import SparqError
@@ -22,14 +23,11 @@ def wheel(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files |= {"lib/libllama.so": "llama", "lib/llama-server": "tool"}
     files |= {"python/llama_cpp/__init__.py": ""}
     stamp = {"stamp": "abc", "inputs": build.sources(build.Options()), "pin": "p", "compiler": "c"}
-    for name, text in {**files, "stamp.json": json.dumps(stamp)}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    write(folder, {**files, "stamp.json": json.dumps(stamp)})
     monkeypatch.setattr(carried, "FOLDER", folder)
     monkeypatch.setattr(carried, "scores", lambda: RANKED)
     monkeypatch.setattr(probe, "find_compiler", lambda: None)
     monkeypatch.setenv("SPARQ_CUDA", "0")
-    monkeypatch.delenv("SPARQ_LIBRARY", raising=False)
     return folder
 
 
@@ -87,39 +85,28 @@ def test_none_works(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not build.finished()
 
 
-def test_another_cpu_or_another_wheel_is_tried_again(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_cpu_is_tried_again(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = fails(monkeypatch)
     first = native.built()
     monkeypatch.setattr(probe, "cpu", lambda: ("another", "0123456789ab"))
-    second = native.built()
-    assert tried == ["zen4", "zen4"] and second != first
+    assert native.built() != first and tried == ["zen4", "zen4"]
 
 
-def test_only_the_sources_that_were_asked_for(wheel: Path, world: Path) -> None:
-    assert carried.fits()
-    (world / "ggml_ops" / "op.c").write_text("int edited;\n")
-    assert not carried.fits() and native.find() is None
+def test_it_is_for_the_sources_that_it_was_built_from(
+    wheel: Path, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails(monkeypatch)
     assert native.find(stock=True) is None
+    folder = native.built()
+    assert build.used() >= {folder, build.bindings()}
+    edit(world, "edited")
+    assert not carried.fits() and native.find() is None and build.used() == set()
 
 
 def test_a_build_made_here_is_preferred(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails(monkeypatch)
-    assert native.built().name.startswith("sparq-carried")
+    came = native.built()
     monkeypatch.setattr(smoke, "fault", lambda folder: None)
     monkeypatch.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
-    made = build.build(build.Options())
-    assert native.find() == made
-    found = native.find(tools=("llama-server",))  # that build has no tools
-    assert found and found.name.startswith("sparq-carried")
-
-
-def test_what_came_with_the_wheel_is_in_use(
-    wheel: Path, world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fails(monkeypatch)
-    folder = native.built()
-    assert build.used() >= {folder, build.bindings()}
-    (world / "ggml_ops" / "op.c").write_text("int edited;\n")
-    assert build.used() == set()
+    assert build.build(build.Options()) == native.find() != came
+    assert native.find(tools=("llama-server",)) == came  # that build has no tools

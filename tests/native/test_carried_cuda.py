@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fakes import write
 
 from pyorch import native
 from pyorch.bench import records
@@ -17,7 +19,8 @@ from pyorch.native import build, carried, carried_cuda, cuda, probe, smoke
 if TYPE_CHECKING:
     from conftest import Run
 
-H100 = cuda.Device("90", "NVIDIA H100")
+H100, RTX = cuda.Device("90", "NVIDIA H100"), cuda.Device("75", "RTX 2080")
+CUBLAS = "packages/nvidia/cu13/lib/libcublas.so.13"
 
 
 @pytest.fixture
@@ -30,24 +33,18 @@ def cpu(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {f"nvidia/cu13/lib/{name}": name for name in carried_cuda._NEEDED}
     files |= {"sparq_cpp_cuda/libggml.so": "with CUDA", "sparq_cpp_cuda/libggml-cuda.so": "CUDA"}
     files["sparq_cpp_cuda/stamp.json"] = json.dumps(stamp)
-    for name, text in files.items():
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(text)
-    folder = world / "cache" / "lib" / "sparq-carried-of-this-cpu"
-    folder.mkdir(parents=True)
+    write(here, files)
     of_cpu: dict[str, Any] = {"time": 1, "off": {"zen4": "it fails"}, "pin": "p", "isa": ["x64"]}
     of_cpu |= {"stamp": "of the CPU", "inputs": build.sources(build.Options()), "ranked": ["x64"]}
     of_cpu["inputs"] |= {"options": carried.NAME, "compiler": "c"}
-    for name in ("libggml.so", "libllama.so", "llama-server"):
-        (folder / name).write_text("CPU")
-    (folder / "stamp.json").write_text(json.dumps(of_cpu))
+    files = dict.fromkeys(("libggml.so", "libllama.so", "llama-server"), "CPU")
+    files["stamp.json"] = json.dumps(of_cpu)
+    folder = write(world / "cache" / "lib" / "sparq-carried-of-this-cpu", files)
     monkeypatch.syspath_prepend(here)
     monkeypatch.setattr(carried, "find_cpu", lambda: folder)
     monkeypatch.setattr(cuda, "devices", lambda: ((H100,), ""))
     monkeypatch.setattr(cuda, "find_nvcc", lambda: "")
     monkeypatch.setattr(probe, "find_compiler", lambda: None)
-    monkeypatch.delenv("SPARQ_CUDA", raising=False)
-    monkeypatch.delenv("SPARQ_LIBRARY", raising=False)
     return folder
 
 
@@ -68,9 +65,7 @@ def test_it_is_used_where_a_gpu_is(cpu: Path, tried: list[str], world: Path, run
     folder = native.built()
     assert native.find(tools=("llama-server",)) == folder and tried == ["with CUDA"]
     assert (folder / "libllama.so").read_text() == "CPU"
-    assert (
-        folder / "libggml-cuda.so"
-    ).readlink() == world / "packages/sparq_cpp_cuda/libggml-cuda.so"
+    assert (folder / "libggml-cuda.so").read_text() == "CUDA"
     assert (folder / "nvidia" / "libcublas.so.13").is_file()
     stamp: Any = build.read_stamp(folder)
     assert (stamp["stamp"], stamp["isa"], stamp["inputs"]["compiler"]) == ("abc", ["x64"], "z")
@@ -100,47 +95,30 @@ def test_a_build_for_the_cpu_that_was_made_here_gives_way(
     assert capsys.readouterr().err == ""
 
 
-def refuse(what: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if what == "switched off":
-        monkeypatch.setenv("SPARQ_CUDA", "0")
-    elif what == "no GPU":
-        monkeypatch.setattr(cuda, "devices", lambda: ((), "no CUDA device: libcuda.so.1: none"))
-    elif what == "another GPU":
-        monkeypatch.setattr(cuda, "devices", lambda: ((H100, cuda.Device("75", "RTX 2080")), ""))
-    elif what == "other sources":
-        (world / "ggml_ops" / "cuda").mkdir()
-        (world / "ggml_ops" / "cuda" / "op.cu").write_text("int edited;\n")
-    elif what == "no cuBLAS":
-        (world / "packages/nvidia/cu13/lib/libcublas.so.13").unlink()
-    else:
-        shutil.rmtree(world / "packages" / "sparq_cpp_cuda")
-
-
 @pytest.mark.parametrize(
-    ("what", "why"),
+    ("refuse", "why"),
     [
-        ("switched off", "SPARQ_CUDA=0"),
-        ("no GPU", "libcuda.so.1"),
-        ("another GPU", "RTX 2080"),
-        ("other sources", "sources"),
-        ("no cuBLAS", "nvidia-cublas"),
-        ("no package", ""),
+        (lambda m, _: m.setenv("SPARQ_CUDA", "0"), "SPARQ_CUDA=0"),
+        (lambda m, _: m.setattr(cuda, "devices", lambda: ((), "no libcuda.so.1")), "libcuda.so.1"),
+        (lambda m, _: m.setattr(cuda, "devices", lambda: ((H100, RTX), "")), "RTX 2080"),
+        (lambda _, world: write(world, {"ggml_ops/cuda/op.cu": "int edited;"}), "sources"),
+        (lambda _, world: (world / CUBLAS).unlink(), "nvidia-cublas"),
+        (lambda _, world: shutil.rmtree(world / "packages/sparq_cpp_cuda"), ""),
     ],
+    ids=["switched off", "no GPU", "another GPU", "other sources", "no cuBLAS", "no package"],
 )
 def test_where_it_cannot_be_used_the_cpu_is(
     cpu: Path, tried: list[str], world: Path, monkeypatch: pytest.MonkeyPatch, run: Run,
-    capsys: pytest.CaptureFixture[str], what: str, why: str,
+    capsys: pytest.CaptureFixture[str], refuse: Callable[..., object], why: str,
 ) -> None:  # fmt: skip
     """Every command says so, but for a user who has switched it off."""
-    refuse(what, world, monkeypatch)
-    found, said = carried_cuda.find(cpu)
-    assert found is None and why in said and bool(said) == bool(why)
+    refuse(monkeypatch, world)
     assert native.find() == cpu and tried == []
-    silent = not why or what == "switched off"
+    silent = why in ("", "SPARQ_CUDA=0")
     err = capsys.readouterr().err
-    assert (not err) if silent else (said in err)
-    if why:
-        assert why in json.loads(run("doctor", "--json")[1])["off"]["cuda"]
+    assert not err if silent else why in err
+    off = json.loads(run("doctor", "--json")[1])["off"]
+    assert why in off["cuda"] if why else "cuda" not in off
 
 
 @pytest.mark.parametrize(

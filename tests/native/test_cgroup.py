@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fakes import write
 
 from pyorch.models import memory
 from pyorch.native import cgroup, probe
@@ -18,16 +19,18 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.proc, self.top = folder / "proc", folder / "top"
-        self.proc.mkdir()
 
     def is_in(self, groups: str, mounts: str) -> None:
-        (self.proc / "cgroup").write_text(groups)
-        (self.proc / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + mounts)
+        mounts = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + mounts
+        write(self.proc, {"cgroup": groups, "mountinfo": mounts})
 
     def group(self, path: str, **files: object) -> None:
-        (self.top / path).mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (self.top / path / name.replace("__", ".")).write_text(f"{content}\n")
+        names = {name.replace("__", "."): f"{content}\n" for name, content in files.items()}
+        write(self.top / path, names)
+
+    def limits(self) -> tuple[int | None, int | None, float | None]:
+        """The memory, what is left of it, and the CPUs."""
+        return tuple(f(self.proc) for f in (cgroup.memory, cgroup.memory_left, cgroup.cpus))
 
 
 @pytest.fixture
@@ -44,28 +47,13 @@ def test_a_unit_whose_slice_has_the_limit(machine: Machine) -> None:
     machine.is_in("0::/user.slice/job.service\n", V2.format(top=machine.top))
     files = stat(anon=5, active_file=200, inactive_file=100)
     machine.group("user.slice/job.service", memory__max="max", cpu__max="max 100000")
-    machine.group(
-        "user.slice",
-        memory__max=1000,
-        memory__high="max",
-        memory__current=700,
-        memory__stat=files,
-        cpu__max="150000 100000",
-    )
-    assert cgroup.memory(machine.proc) == 1000
-    assert cgroup.memory_left(machine.proc) == 600  # 300 of the 700 are pages of files
-    assert cgroup.cpus(machine.proc) == 1.5
-    machine.group(
-        "user.slice/job.service",
-        memory__max=500,
-        memory__high=400,
-        memory__current=100,
-        memory__stat=files,
-        cpu__max="50000 100000",
-    )
-    assert cgroup.memory(machine.proc) == 400  # beyond `high` the kernel slows everything down
-    assert cgroup.memory_left(machine.proc) == 600  # of the slice, since 400 - 100 + 300 is as much
-    assert cgroup.cpus(machine.proc) == 0.5
+    high = {"memory__max": 1000, "memory__high": "max", "memory__stat": files}
+    machine.group("user.slice", **high, memory__current=700, cpu__max="150000 100000")
+    assert machine.limits() == (1000, 600, 1.5)  # 300 of the 700 are pages of files
+    low = {"memory__max": 500, "memory__high": 400, "memory__stat": files}
+    machine.group("user.slice/job.service", **low, memory__current=100, cpu__max="50000 100000")
+    # beyond `high` the kernel slows everything down; left is as much in the slice: 400 - 100 + 300
+    assert machine.limits() == (400, 600, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -94,16 +82,14 @@ def test_a_container_of_version_1(machine: Machine, root: str, path: str) -> Non
     none = {"memory__limit_in_bytes": 9223372036854771712, "memory__usage_in_bytes": 1}
     machine.group("memory/inner", **none, memory__stat="")
     machine.group("cpu,cpuacct/inner", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
-    assert cgroup.memory(machine.proc) == 1000
-    assert cgroup.memory_left(machine.proc) == 400
-    assert cgroup.cpus(machine.proc) == 0.5
+    assert machine.limits() == (1000, 400, 0.5)
 
 
-def test_no_limit(machine: Machine, tmp_path: Path) -> None:
-    assert cgroup.cpus(tmp_path / "macOS") is cgroup.memory_left(tmp_path / "macOS") is None
+def test_no_limit(machine: Machine) -> None:
+    assert machine.limits() == (None, None, None)  # no such files, as on macOS
     machine.is_in("0::/\n", V2.format(top=machine.top))
     machine.group("", memory__max="max", cpu__max="max 100000")
-    assert cgroup.cpus(machine.proc) is cgroup.memory(machine.proc) is None
+    assert machine.limits() == (None, None, None)
 
 
 def test_a_path_with_blanks(machine: Machine) -> None:

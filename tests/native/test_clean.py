@@ -9,6 +9,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 import pytest
+from fakes import write
 
 from pyorch import native, paths
 from pyorch.cli import clean
@@ -36,11 +37,8 @@ def current(world: Path) -> Path:
     build.build(build.Options())
     with (world / "patches" / "0001-hook.patch").open("a") as file:
         file.write("\n")
-    folder = build.build(build.Options())
-    for name in OTHERS:
-        (paths.cache() / name).parent.mkdir(parents=True, exist_ok=True)
-        (paths.cache() / name).write_text(name)
-    return folder
+    write(paths.cache(), {name: name for name in OTHERS})
+    return build.build(build.Options())
 
 
 def left() -> set[str]:
@@ -52,8 +50,7 @@ def test_it_removes_what_another_run_would_not_use(run: Run, current: Path) -> N
     (paths.cache() / "lib" / "sparq-killed.partial").mkdir()
     before = {kind: sum(map(paths.size, of)) for kind, of in clean.contents().items()}
     code, out, err = run("clean", "--yes")
-    assert (code, err) == (0, "")
-    assert f"  old  {'':<6}" in out and f"({before['old']} bytes)" in out
+    assert (code, err) == (0, "") and f"({before['old']} bytes)" in out
     assert native.find() == current and build.has_bindings()
     assert list((paths.cache() / "lib").iterdir()) == [current]
     assert len(list((paths.cache() / "build").iterdir())) == 1
@@ -61,7 +58,6 @@ def test_it_removes_what_another_run_would_not_use(run: Run, current: Path) -> N
     assert before["old"] > 0
     after = json.loads(run("clean", "--json").out)
     assert after == {"path": str(paths.cache()), "bytes": before | {"old": 0}, "removed": 0}
-    assert run("clean").code == 0
 
 
 def test_it_asks(run: Run, current: Path) -> None:
@@ -111,7 +107,7 @@ def test_it_waits_for_who_works_there(
 ) -> None:
     said = ""
     thread = Thread(target=clean.remove, args=([paths.cache() / "wheels"],))
-    with paths.locked(paths.cache() / locked, lambda _: None):
+    with paths.locked(paths.cache() / locked):
         thread.start()
         while "waiting for process" not in said:
             said += capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from c_library import compiled
+from fakes import write
 
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, probe
@@ -104,12 +105,9 @@ def test_toolkit(
 
 def test_libraries_of_python_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the toolkit lacks comes from nvidia-cublas; what it has is its own."""
-    for file in ("lib/libcublas.so.13", "lib/libcublasLt.so.13", "include/cccl/cub/version.cuh"):
-        (tmp_path / "nvidia" / "cu13" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "nvidia" / "cu13" / file).touch()
-    (tmp_path / "cuda" / "lib64").mkdir(parents=True)
-    (tmp_path / "cuda" / "lib64" / "libcudart.so").touch()
-    (tmp_path / "cuda" / "bin").mkdir()
+    files = ("lib/libcublas.so.13", "lib/libcublasLt.so.13", "include/cccl/cub/version.cuh")
+    write(tmp_path / "nvidia" / "cu13", dict.fromkeys(files, ""))
+    write(tmp_path / "cuda", {"lib64/libcudart.so": "", "bin/nvcc": ""})
     compiler = nvcc(tmp_path / "cuda" / "bin", "13.0", 'touch "$3"')
     monkeypatch.setattr(cuda, "find_nvcc", lambda: compiler)
     monkeypatch.setattr(cuda, "devices", lambda: ((), "none"))
@@ -152,8 +150,7 @@ def test_build(world: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(H100, nvcc="")
     assert build.find(with_cuda) == folder, "it needs no compiler"
 
-    (world / "ggml_ops" / "cuda").mkdir()
-    (world / "ggml_ops" / "cuda" / "op.cu").write_text("")
+    write(world, {"ggml_ops/cuda/op.cu": ""})
     assert build.find(build.Options()) == plain and build.find(with_cuda) is None
 
 
@@ -165,14 +162,3 @@ def test_build_without_a_working_toolkit(world: Path, machine, monkeypatch, caps
     assert "SPARQ_CUDA=0" in e.value.hint
     assert build.working(build.usual()) == build.Options()
     assert "it is broken" in capsys.readouterr().err
-
-
-def test_a_moved_tree_is_configured_anew(world: Path) -> None:
-    """cmake refuses a build folder that another place has configured."""
-    build.build(build.Options())
-    (tree,) = (world / "cache" / "build").iterdir()
-    (tree / "out" / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere/src\n")
-    (tree / "out" / "left-over").touch()
-    (world / "ggml_ops" / "op.c").write_text("int changed;\n")
-    build.build(build.Options())
-    assert not (tree / "out" / "left-over").exists()

@@ -33,19 +33,15 @@ def test_our_library_with_our_functions(llama_cpp: ModuleType, native_lib_dir: P
     assert str(Path(llama_cpp.__file__).parents[1]) not in sys.path
 
 
-def test_one_library_per_process(llama_cpp: ModuleType) -> None:
-    with pytest.raises(SparqError, match="already imported in this process"):
+def test_one_library_per_process(llama_cpp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SparqError, match="already imported"):
         native.load(stock=True)
-
-
-def test_imported_by_someone_else(monkeypatch: pytest.MonkeyPatch, native_lib_dir: Path) -> None:
     library = SimpleNamespace(_name="/elsewhere/libllama.so")
     foreign = SimpleNamespace(llama_cpp=SimpleNamespace(_lib=library))
     monkeypatch.setitem(sys.modules, "llama_cpp", foreign)
     monkeypatch.setattr(native, "_loaded", None)
-    with pytest.raises(SparqError, match="on the library in /elsewhere") as error:
+    with pytest.raises(SparqError, match="/elsewhere"):
         native.load()
-    assert "before" in error.value.hint
 
 
 def test_an_installed_llama_cpp_python_is_left_alone(tmp_path: Path, native_lib_dir: Path) -> None:

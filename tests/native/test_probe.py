@@ -64,9 +64,7 @@ def test_no_openmp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ['echo "error: no string_view" >&2; exit 1', "exit 1"])
 def test_compiler_that_does_not_work(tmp_path: Path, line: str) -> None:
-    with pytest.raises(
-        SparqError, match="cannot build a C.*17 program: .*(no string_view|no message)"
-    ):
+    with pytest.raises(SparqError, match="no string_view|no message"):
         probe.probe(wrapped(tmp_path, line), native=False)
 
 

@@ -8,35 +8,32 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fake_device
 import pytest
 from c_library import compiled
-from test_build import runs
+from fakes import edit, runs
 
-from pyorch import cli
 from pyorch.errors import SparqError
 from pyorch.native import build, probe, smoke
+
+if TYPE_CHECKING:
+    from conftest import Run
 
 OPTIONS = build.Options()
 
 
-def test_what_is_built_here_works(native_lib_dir: Path) -> None:
-    assert smoke.fault(native_lib_dir) is None
-
-
 def test_every_type_of_weights_is_multiplied(native_lib_dir: Path) -> None:
-    """Repacked and not, one token and many; nothing that is left out passes for right."""
-    cases = list(smoke.check(native_lib_dir))
-    assert not any("how" in case for case in cases)
-    plain = [case["case"] for case in cases if case["buffer"] == "CPU"]
-    assert len(plain) == 2 * (len(smoke.WEIGHTS) + 2)
-    assert "multiplying 37 tokens by K and V, fast (CPU)" in plain
-    assert "multiplying 1 token by q4_K (CPU)" in plain
-    assert "multiplying 37 tokens by iq2_xxs (CPU)" in plain
-    if platform.machine() == "x86_64":
-        repacked = [case for case in cases if case["buffer"] == "CPU_REPACK"]
-        assert len(repacked) == 2 * len(smoke.WEIGHTS)
+    """Repacked and not, one token and many, and what is built here does it right."""
+    assert smoke.fault(native_lib_dir) is None
+    cases = [case["case"] for case in smoke.check(native_lib_dir)]
+    buffers = ["CPU", *["CPU_REPACK"] * (platform.machine() == "x86_64")]
+    for tokens in ("1 token", "37 tokens"):
+        for buffer in buffers:
+            for kind in smoke.WEIGHTS:
+                assert f"multiplying {tokens} by {kind} ({buffer})" in cases
+        assert f"multiplying {tokens} by K and V, fast (CPU)" in cases
 
 
 @pytest.mark.parametrize("kind", ["f16", "q4_0", "iq1_m"])
@@ -54,8 +51,7 @@ def test_a_wrong_number_is_found(
 
     monkeypatch.setattr(smoke, "_weights", spoilt)
     *_, last = smoke.check(native_lib_dir)
-    assert last["case"] == f"multiplying 1 token by {kind} (CPU)"
-    assert last["how"].startswith("is wrong by ")
+    assert last["case"] == f"multiplying 1 token by {kind} (CPU)" and last["how"]
 
 
 LOADS = """
@@ -108,146 +104,140 @@ int ggml_graph_compute(void * graph, void * plan) {
 """
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
+@pytest.fixture
+def dies(
+    native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """dies(code): let a process run this at its fourth computation."""
+    if platform.system() != "Linux":
+        pytest.skip("LD_PRELOAD")
+
+    def prepare(code: str) -> None:
+        library = str(native_lib_dir / "libggml-cpu.so")
+        text = SHIM.replace("DIE", code).replace("LIBRARY", library)
+        made = compiled(text, tmp_path / "shim.so", "-D_GNU_SOURCE", "-ldl")
+        monkeypatch.setenv("LD_PRELOAD", str(made))
+
+    return prepare
+
+
 @pytest.mark.parametrize(
-    ("die", "how"),
+    ("code", "name"),
     [
-        ("__builtin_trap()", "was ended by SIGILL (illegal instruction)"),
-        ("*(volatile int *) 0 = 1", "was ended by SIGSEGV (segmentation fault)"),
-        ("raise(SIGABRT)", "was ended by SIGABRT (aborted)"),
+        ("__builtin_trap()", "SIGILL"),
+        ("*(volatile int *) 0 = 1", "SIGSEGV"),
+        ("raise(SIGABRT)", "SIGABRT"),
     ],
 )
 def test_a_library_that_dies(
-    native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, die: str, how: str
+    native_lib_dir: Path, dies: Callable[[str], None], code: str, name: str
 ) -> None:
-    preload(native_lib_dir, tmp_path, monkeypatch, die)
+    dies(code)
     found = smoke.fault(native_lib_dir)
-    assert found == smoke.Fault("multiplying 37 tokens by f16 (CPU)", "CPU", how)
+    assert found and found.case == "multiplying 37 tokens by f16 (CPU)" and found.buffer == "CPU"
+    assert name in found.how
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
-def test_a_trial_that_was_killed_says_nothing_of_the_library(
-    native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trial_that_did_not_end_says_nothing_of_the_library(
+    native_lib_dir: Path, dies: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preload(native_lib_dir, tmp_path, monkeypatch, "raise(SIGKILL)")
-    with pytest.raises(SparqError, match=r"could not be tried: was ended by SIGKILL \(out of mem"):
+    with monkeypatch.context() as m, pytest.raises(SparqError, match=r"0\.01 s"):
+        m.setattr(smoke, "TIMEOUT_S", 0.01)
         smoke.fault(native_lib_dir)
-
-
-def preload(library: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, die: str) -> None:
-    """Let a process die at its fourth computation."""
-    text = SHIM.replace("DIE", die).replace("LIBRARY", str(library / "libggml-cpu.so"))
-    made = compiled(text, folder / "shim.so", "-D_GNU_SOURCE", "-ldl")
-    monkeypatch.setenv("LD_PRELOAD", str(made))
-
-
-def test_a_trial_that_hangs(native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke, "TIMEOUT_S", 0.01)
-    with pytest.raises(SparqError, match="it took more than 0.01 s, at loading the library"):
+    dies("raise(SIGKILL)")
+    with pytest.raises(SparqError, match="could not be tried: was ended by SIGKILL"):
         smoke.fault(native_lib_dir)
 
 
 # ---- in a build (fakes.py): the flags and cmake's options decide what fails ----
 
-Broken = Callable[[str], smoke.Fault | None]
-
-
-def broken(
-    world: Path, monkeypatch: pytest.MonkeyPatch, fault: Broken, isa: tuple[str, ...] = ()
-) -> None:
-    """Make builds here that have `fault`, which is called with the flags and options used."""
-    monkeypatch.setenv("FAKE_CMAKE", 'echo "$CFLAGS $*" > $2/../options')
-    found = probe.Probe(isa, (), {}, True)
-    monkeypatch.setattr(probe, "probe", lambda compiler, native: found)
-    monkeypatch.setattr(smoke, "fault", lambda bin: fault((bin / "../../options").read_text()))
+ILL = "was ended by SIGILL (illegal instruction)"
 
 
 def amx(options: str) -> smoke.Fault | None:
-    how = "was ended by SIGILL (illegal instruction)"
     on = "-mno-amx-int8" not in options
-    return smoke.Fault("multiplying 37 tokens by q4_0 (AMX)", "AMX", how) if on else None
+    return smoke.Fault("multiplying 37 tokens by q4_0 (AMX)", "AMX", ILL) if on else None
 
 
-def make() -> Path:
-    return build.build(OPTIONS)
+def repack(options: str) -> smoke.Fault | None:
+    on = "-DGGML_CPU_REPACK=OFF" not in options
+    return smoke.Fault("by q4_0 (CPU_REPACK)", "CPU_REPACK", "is wrong by nan%") if on else None
 
 
-def off(folder: Path) -> dict[str, str]:
-    stamp = build.read_stamp(folder)
+@pytest.fixture
+def faults(world: Path, monkeypatch: pytest.MonkeyPatch) -> list:
+    """The faults of builds here, by the flags and options used: that of AMX until a test says
+    otherwise."""
+    of_library: list[Callable[[str], smoke.Fault | None]] = [amx]
+    monkeypatch.setenv("FAKE_CMAKE", 'echo "$CFLAGS $*" > $2/../options')
+    found = probe.Probe(("avx2", "amx"), (), {}, True)
+    monkeypatch.setattr(probe, "probe", lambda compiler, native: found)
+
+    def fault(folder: Path) -> smoke.Fault | None:
+        options = folder / "../../options"  # a finished build has none: as of another machine
+        text = options.read_text() if options.exists() else ""
+        return next((x for f in of_library if (x := f(text))), None)
+
+    monkeypatch.setattr(smoke, "fault", fault)
+    return of_library
+
+
+def make() -> tuple[Path, dict[str, str]]:
+    """The build, and what is off in it."""
+    stamp = build.read_stamp(folder := build.build(OPTIONS))
     assert stamp is not None
-    return stamp["off"]
+    return folder, stamp["off"]
 
 
 def test_what_dies_is_switched_off(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: Path, faults: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken(world, monkeypatch, amx, ("avx2", "amx"))
-    folder = make()
+    folder, off = make()
     assert "without amx" in capsys.readouterr().err
-    assert list(off(folder)) == ["amx"] and "SIGILL" in off(folder)["amx"]
+    assert list(off) == ["amx"] and "SIGILL" in off["amx"]
     stamp = build.read_stamp(folder)
     assert stamp is not None and stamp["isa"] == ["avx2"]
     assert runs(world) == 2
-    assert make() == folder == build.find(OPTIONS)
-    assert runs(world) == 2  # found again
+    assert make()[0] == folder == build.find(OPTIONS) and runs(world) == 2
 
 
 def test_what_is_off_stays_off_until_the_compiler_changes(
-    world: Path, monkeypatch: pytest.MonkeyPatch
+    world: Path, faults: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken(world, monkeypatch, amx, ("avx2", "amx"))
     make()
-    (world / "ggml_ops" / "op.c").write_text("int edited;\n")
-    assert list(off(make())) == ["amx"]
-    assert runs(world) == 3  # an edit is compiled once
+    edit(world, "edited")
+    assert list(make()[1]) == ["amx"] and runs(world) == 3  # an edit is compiled once
     another = probe.Compiler("cc", "c++", "another")
     monkeypatch.setattr(probe, "find_compiler", lambda: another)
-    monkeypatch.setattr(smoke, "fault", lambda bin: None)  # and it makes no such mistake
-    assert off(make()) == {}
-    assert runs(world) == 4
+    faults.clear()  # it makes no such mistake
+    assert make()[1] == {} and runs(world) == 4
 
 
-def test_two_faults(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(options: str) -> smoke.Fault | None:
-        if "-DGGML_CPU_REPACK=OFF" not in options:
-            return smoke.Fault("by q4_0 (CPU_REPACK)", "CPU_REPACK", "is wrong by nan%")
-        return amx(options)
-
-    broken(world, monkeypatch, fault, ("avx2", "amx"))
-    assert list(off(make())) == ["repack", "amx"]
-    assert runs(world) == 3
+def test_two_faults(world: Path, faults: list) -> None:
+    faults.insert(0, repack)
+    assert list(make()[1]) == ["repack", "amx"] and runs(world) == 3
 
 
-def test_what_cannot_be_switched_off_is_one_line(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fault = smoke.Fault("multiplying 1 token by f32 (CPU)", "CPU", "was ended by SIGILL")
-    broken(world, monkeypatch, lambda _: fault, ("avx2",))
+def test_what_cannot_be_switched_off_is_one_line(world: Path, faults: list) -> None:
+    fault = smoke.Fault("multiplying 1 token by f32 (CPU)", "CPU", ILL)
+    faults[:] = [lambda _: fault]
     with pytest.raises(SparqError) as error:
         make()
     assert str(fault) in error.value.message and "--portable" in error.value.hint
-    assert runs(world) == 3  # as it is, without avx2, without llamafile
+    assert runs(world) == 4  # as it is, without amx, without avx2, without llamafile
     assert build.find(OPTIONS) is None
-    monkeypatch.setattr(smoke, "fault", lambda bin: None)
-    assert off(make()) == {}  # nothing is kept of it
+    faults.clear()
+    assert make()[1] == {}  # nothing is kept of it
 
 
 def test_doctor_says_what_is_off_and_what_does_not_work(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: Path, faults: list, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARQ_CUDA", "0")
-    broken(world, monkeypatch, amx, ("avx2", "amx"))
     make()
-    monkeypatch.setattr(smoke, "fault", lambda folder: None)
-    facts = doctor(monkeypatch, capsys)
-    assert facts["built"]["works"] == "yes"
-    assert facts["off"]["amx"].endswith("was ended by SIGILL (illegal instruction)")
-    monkeypatch.setattr(smoke, "fault", lambda bin: amx(""))  # as with a build of another machine
-    assert "SIGILL" in doctor(monkeypatch, capsys)["built"]["works"]
-
-
-def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict:
-    monkeypatch.setattr("sys.argv", ["sparq-cpp", "doctor", "--json"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    return json.loads(capsys.readouterr().out)
+    faults.clear()
+    for broken in (False, True):
+        facts = json.loads(run("doctor", "--json").out)
+        assert ("SIGILL" in facts["built"]["works"]) is (facts["built"]["works"] != "yes") is broken
+        assert ILL in facts["off"]["amx"]
+        faults.append(amx)  # as with a build of another machine

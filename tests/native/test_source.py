@@ -13,6 +13,7 @@ from pyorch.errors import SparqError
 from pyorch.native import source
 
 PIN = source.Pin("sparq-fake", "1.0", "0" * 64, "vendor/llama.cpp", "-", "-")
+NAME = "sparq_fake-1.0.tar.gz"
 PROJECT = '[build-system]\nrequires = ["not-there"]\nbuild-backend = "scikit_build_core.build"\n'
 
 
@@ -53,41 +54,32 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_download_runs_nothing_of_the_sdist_and_checks_its_sum(cache: Path, index: Path) -> None:
     crash = "raise SystemExit('code of the sdist ran')"
-    members = {
-        f"sparq_fake-1.0/{name}": crash for name in ("setup.py", "scikit_build_core/build.py")
-    }
-    members["sparq_fake-1.0/pyproject.toml"] = PROJECT
-    file = sdist(index / "sparq_fake-1.0.tar.gz", members)
+    members = dict.fromkeys(("setup.py", "scikit_build_core/build.py"), crash)
+    members["pyproject.toml"] = PROJECT
+    file = sdist(index / NAME, {f"sparq_fake-1.0/{name}": text for name, text in members.items()})
     good = source.Pin(**{**PIN.__dict__, "sha256": source.sha256(file)})
     where = source.locate(good)
     source.fetch(good, where)
     assert where.path.read_bytes() == file.read_bytes()
     assert left(cache) == [where.path.name]
-
     with pytest.raises(SparqError, match="wrong checksum") as error:
         source.fetch(PIN, where)
-    assert "SPARQ_LLAMA_SOURCE" in error.value.hint
+    assert error.value.hint
     assert not where.path.exists()  # so that the next try downloads it again
 
 
-def test_another_file_is_refused_before_any_of_it_runs(cache: Path, index: Path) -> None:
-    """As from an index that was broken into: its build backend is its own."""
+@pytest.mark.parametrize("online", [True, False])
+def test_without_the_right_file_nothing_runs_and_nothing_is_left(
+    cache: Path, index: Path, online: bool
+) -> None:
+    """As from an index that was broken into, whose build backend is its own; and offline."""
     project = '[build-system]\nrequires = []\nbuild-backend = "own"\nbackend-path = ["."]\n'
-    ran = index / "ran"
-    members = {"pyproject.toml": project, "own.py": f"open({str(ran)!r}, 'w')\n"}
-    file = index / "sparq_fake-1.0.tar.gz"
-    sdist(file, {f"sparq_fake-1.0/{name}": text for name, text in members.items()})
-    with pytest.raises(SparqError) as error:
+    members = {"pyproject.toml": project, "own.py": f"open({str(index / 'ran')!r}, 'w')\n"}
+    if online:
+        sdist(index / NAME, {f"sparq_fake-1.0/{name}": text for name, text in members.items()})
+    with pytest.raises(SparqError, match=NAME if online else "sparq-fake 1.0") as error:
         source.fetch(PIN, source.locate(PIN))
-    assert not ran.exists()
-    assert file.name in error.value.message and source.sha256(file)[:12] in error.value.message
-    assert left(cache) == []
-
-
-def test_offline(cache: Path, index: Path) -> None:
-    with pytest.raises(SparqError, match="sparq-fake 1.0") as error:
-        source.fetch(PIN, source.locate(PIN))
-    assert "SPARQ_LLAMA_SOURCE" in error.value.hint
+    assert error.value.hint and not (index / "ran").exists()
     assert left(cache) == []
 
 
@@ -134,16 +126,9 @@ def test_own_source_is_said_and_not_checked(
     assert str(file) in capsys.readouterr().err
     sdist(file, {"x/a": "2"})
     assert source.locate(PIN).key != where.key
-
     monkeypatch.setenv("SPARQ_LLAMA_SOURCE", str(tmp_path))
-    with pytest.raises(SparqError, match="neither an sdist file nor an unpacked sdist"):
+    with pytest.raises(SparqError, match=tmp_path.name):
         source.locate(PIN)
-
-
-def test_damaged_pin(tmp_path: Path) -> None:
-    (tmp_path / "UPSTREAM").write_text("package  x\n")
-    with pytest.raises(SparqError, match="damaged"):
-        source.read_pin(tmp_path)
 
 
 def test_another_pin_is_chosen_by_its_version(
@@ -157,8 +142,9 @@ def test_another_pin_is_chosen_by_its_version(
     monkeypatch.setenv("SPARQ_LLAMA_PIN", "1.9")
     pin = source.read_pin(tmp_path)
     assert (pin.package, pin.version, pin.commit) == ("sparq-fake", "1.9", "c1.9")
-    assert pin.filename == "sparq_fake-1.9.tar.gz"
     monkeypatch.setenv("SPARQ_LLAMA_PIN", "1.8")
-    with pytest.raises(SparqError, match="SPARQ_LLAMA_PIN=1.8 is not a pinned") as error:
+    with pytest.raises(SparqError, match=r"1\.8"):
         source.read_pin(tmp_path)
-    assert "1.10, 1.9" in error.value.hint
+    (tmp_path / "UPSTREAM").write_text("package  x\n")
+    with pytest.raises(SparqError, match="UPSTREAM"):
+        source.read_pin(tmp_path)

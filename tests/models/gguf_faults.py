@@ -1,7 +1,10 @@
-"""Damaged GGUF files: a model as a structure that can hold anything, and seeded ways to spoil it.
+"""Damaged GGUF files: a model as a structure that can hold anything, and seeded faults.
 
 base = parse(path)                  # a good file
 data = mutate(base, seed)           # bytes of a bad one, always the same for the seed
+
+`python gguf_faults.py` reads paths from stdin and runs each file in little memory: the reader,
+then the whole path through llama.cpp. It answers each with the CPU seconds and the outcome.
 """
 
 from __future__ import annotations
@@ -11,21 +14,45 @@ import copy
 import itertools
 import math
 import random
+import resource
+import signal
 import struct
+import sys
+import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import gguf
+
+from pyorch import engine
+from pyorch.errors import SparqError
+from pyorch.models.geometry import geometry
+from pyorch.models.gguf_file import read_gguf
 
 _SCALARS = dict(enumerate("BbHhIifB")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _NUMBERS = [*range(45), *(2**i + d for i in (*range(6, 17), 20, 24) for d in (-1, 0, 1))]
 _NUMBERS += [2**i + d for i in (31, 32, 33, 40, 48, 61, 62, 63, 64) for d in (-32, -1, 0, 1)]
 _WORDS = (
-    rb"a llama ../../../etc/passwd /etc/passwd C:\x %s%n%s gpt2 none no_vocab <0x41> <0x <0xZZ>"
+    b"a llama ../../../etc/passwd /etc/passwd %s%n%s gpt2 none no_vocab <0x41> <0x <0xZZ> bert t5"
 )
-_TEXTS = [*_WORDS.split(), *b"<|im_end|> <s> yarn bert t5 rwkv plamo2 qwen2 default".split()]
+_TEXTS = [*_WORDS.split(), *b"<|im_end|> <s> yarn rwkv plamo2 qwen2 default".split()]
 _TEXTS += [b"", b" ", b"\0", b"\n", b"\x1b[31m", b"\xff\xfe", b"\xe2\x96\x81", b"\xc0\x80"]
 _TEXTS += [b"a" * n for n in (63, 64, 65, 70000)]
+# keys that decide much and that a file need not have, by their types
+_OPTIONAL = {
+    2: ["split.count", "split.no"],
+    4: ["general.alignment", "tokenizer.ggml.eot_token_id"]
+    + ["llama.rope.dimension_count", "llama.vocab_size", "llama.expert_count"]
+    + ["llama.expert_used_count", "llama.attention.key_length", "llama.attention.value_length"]
+    + ["llama.attention.sliding_window"],
+    5: ["split.tensors.count"],
+    6: ["llama.rope.scaling.factor", "llama.rope.freq_base"],
+    7: ["tokenizer.ggml.add_eos_token"],
+    8: ["llama.rope.scaling.type", "tokenizer.ggml.pre", "tokenizer.chat_template"],
+    9: ["llama.attention.head_count_kv", "tokenizer.ggml.precompiled_charsmap"],
+}
 
 
 @dataclass
@@ -41,7 +68,6 @@ class Row:
     dims: list[int]
     kind: int
     offset: int
-    n_dims: int | None = None  # what is written instead of the true one
 
 
 @dataclass
@@ -80,8 +106,7 @@ class Model:
         for k in self.keys:
             out += text(k.name), number("I", k.kind), value(k.kind, k.value)
         for r in self.rows:
-            out += text(r.name), number("I", len(r.dims) if r.n_dims is None else r.n_dims)
-            out += (number("Q", d) for d in r.dims)
+            out += text(r.name), number("I", len(r.dims)), *(number("Q", d) for d in r.dims)
             out += number("I", r.kind), number("Q", r.offset)
         header = b"".join(out)
         return header + bytes(-len(header) % 32) + self.data
@@ -99,35 +124,23 @@ def number(fmt: str, v: Any) -> bytes:
 
 def parse(path: Path) -> Model:
     """A file that is known to be good."""
-    raw, at = path.read_bytes(), 24
 
-    def take(fmt: str) -> Any:
-        nonlocal at
-        (v,) = struct.unpack_from("<" + fmt, raw, at)
-        at += struct.calcsize("<" + fmt)
-        return v
+    def raw(v: Any) -> Any:
+        if isinstance(v, list):
+            return [raw(x) for x in v]
+        return v.encode() if isinstance(v, str) else v
 
-    def text() -> bytes:
-        nonlocal at
-        n = take("Q")
-        at += n
-        return raw[at - n : at]
-
-    n_rows, n_keys = struct.unpack_from("<QQ", raw, 8)
-    keys, rows = [], []
-    for _ in range(n_keys):
-        name, kind = text(), take("I")
-        if kind == _ARRAY:
-            inner, n = take("I"), take("Q")
-            read = [text() if inner == _STRING else take(_SCALARS[inner]) for _ in range(n)]
-            value: Any = (inner, read)
-        else:
-            value = text() if kind == _STRING else take(_SCALARS[kind])
-        keys.append(Key(name, kind, value))
-    for _ in range(n_rows):
-        name, n = text(), take("I")
-        rows.append(Row(name, [take("Q") for _ in range(n)], take("I"), take("Q")))
-    return Model(keys, rows, raw[at + -at % 32 :])
+    file, keys = gguf.GGUFReader(path), []
+    for name, f in file.fields.items():
+        if not name.startswith("GGUF."):
+            v = raw(f.contents())
+            value = (int(f.types[1]), v) if f.types[0] == _ARRAY else v
+            keys.append(Key(name.encode(), int(f.types[0]), value))
+    rows = [
+        Row(t.name.encode(), t.shape.tolist(), int(t.tensor_type), t.data_offset - file.data_offset)
+        for t in file.tensors
+    ]
+    return Model(keys, rows, path.read_bytes()[file.data_offset :])
 
 
 def with_bpe(base: Model) -> Model:
@@ -135,8 +148,7 @@ def with_bpe(base: Model) -> Model:
     m = copy.deepcopy(base)
     n = next(len(k.value[1]) for k in m.keys if k.name == b"tokenizer.ggml.tokens")
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in plain]
-    tokens = [chr(b) for b in plain] + [chr(256 + i) for i in range(len(rest))]
+    tokens = [chr(b) for b in plain] + [chr(256 + i) for i in range(256 - len(plain))]
     tokens += ["he", "<s>", "</s>", *(f"x{i}" for i in range(n))]
     vocabulary = {
         b"model": (_STRING, b"gpt2"),
@@ -152,27 +164,12 @@ def with_bpe(base: Model) -> Model:
     return m
 
 
-# keys that decide much and that a file need not have, by their types
-_SPECIAL = {
-    2: ["split.count", "split.no"],
-    4: ["general.alignment", "tokenizer.ggml.eot_token_id"]
-    + ["llama.rope.dimension_count", "llama.vocab_size", "llama.expert_count"]
-    + ["llama.expert_used_count", "llama.attention.key_length", "llama.attention.value_length"]
-    + ["llama.attention.sliding_window"],
-    5: ["split.tensors.count"],
-    6: ["llama.rope.scaling.factor", "llama.rope.freq_base"],
-    7: ["tokenizer.ggml.add_eos_token"],
-    8: ["llama.rope.scaling.type", "tokenizer.ggml.pre", "tokenizer.chat_template"],
-    9: ["llama.attention.head_count_kv", "tokenizer.ggml.precompiled_charsmap"],
-}
-
-
 def mutate(base: Model, seed: int) -> bytes:
     """The file of a seed: one to three faults, of its structure mostly, sometimes blind ones."""
     rng = random.Random(seed)
     m = copy.deepcopy(base)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        rng.choice([_key, _key, _key, _key, _row, _row, _list, _counts, _special, _special])(m, rng)
+        rng.choices([_field, _list, _count, _optional], [6, 1, 1, 2])[0](m, rng)
     data = m.pack()
     return _blind(data, rng) if rng.random() < 0.15 else data
 
@@ -196,12 +193,13 @@ def _other(value: Any, rng: random.Random) -> Any:
         short, long = rng.randrange(len(value) + 1), rng.randrange(1, 400)
         ways = value[:short], value + value[:long], rng.sample(value, len(value)), spoilt, spoilt
         return rng.choice(ways)
-    near = [value - 1, value + 1, value * 2, value // 2, value + 32] if value is not None else [5]
+    near = [value - 1, value + 1, value * 2, value // 2, value + 32]
     return rng.choice([*near, *(rng.choice(_NUMBERS) for _ in near)])
 
 
-def _spoil(things: list[Any], rng: random.Random) -> None:
-    """A field of one of them gets another value, or that of another one."""
+def _field(m: Model, rng: random.Random) -> None:
+    """A field of a key or a tensor gets another value, or that of another one."""
+    things: list[Any] = rng.choices([m.keys, m.rows], [2, 1])[0]
     if things:
         thing, name = rng.choice(things), rng.choice(fields(things[0])).name
         of_another = getattr(rng.choice(things), name)
@@ -209,39 +207,27 @@ def _spoil(things: list[Any], rng: random.Random) -> None:
         setattr(thing, name, rng.choice(values))
 
 
-def _key(m: Model, rng: random.Random) -> None:
-    _spoil(m.keys, rng)
-
-
-def _row(m: Model, rng: random.Random) -> None:
-    _spoil(m.rows, rng)
-
-
 def _list(m: Model, rng: random.Random) -> None:
-    """One of the keys or rows is missing, or there twice, or they are in another order."""
+    """One of the keys or tensors is missing, or there twice, or they are in another order."""
     things: list[Any] = rng.choice([m.keys, m.rows])
     i = rng.randrange(len(things) or 1)
-    things[:] = rng.choice(
-        [
-            things[:i] + things[i + 1 :],
-            things + copy.deepcopy(things[i : i + 1]),
-            rng.sample(things, len(things)),
-        ]
-    )
+    one = copy.deepcopy(things[i : i + 1])
+    ways = things[:i] + things[i + 1 :], things + one, rng.sample(things, len(things))
+    things[:] = rng.choice(ways)
 
 
-def _counts(m: Model, rng: random.Random) -> None:
-    """What the file says of its version and of how much there is."""
-    name = rng.choice(["n_keys", "n_rows", "version", "lies"])
+def _count(m: Model, rng: random.Random) -> None:
+    """The version, or how much there is of something."""
+    truth = {"n_keys": len(m.keys), "n_rows": len(m.rows), "version": 3}
+    name = rng.choice([*truth, "lies"])
     if name == "lies":
         m.lies[rng.randrange(2 * len(m.keys) + len(m.rows) + 400)] = rng.choice(_NUMBERS)
     else:
-        n = {"n_keys": len(m.keys), "n_rows": len(m.rows), "version": 3}[name]
-        setattr(m, name, _other(n, rng))
+        setattr(m, name, _other(truth[name], rng))
 
 
-def _special(m: Model, rng: random.Random) -> None:
-    kind, name = rng.choice([(kind, name) for kind, names in _SPECIAL.items() for name in names])
+def _optional(m: Model, rng: random.Random) -> None:
+    kind, name = rng.choice([(kind, name) for kind, names in _OPTIONAL.items() for name in names])
     arch = next((k.value for k in m.keys if k.name == b"general.architecture"), b"llama")
     n = rng.choice(_NUMBERS)
     values = {6: _other(0.0, rng), 8: rng.choice(_TEXTS), 9: (4, [n] * rng.randrange(600))}
@@ -253,8 +239,7 @@ def _blind(data: bytes, rng: random.Random) -> bytes:
     """Cut, or with other bytes somewhere, mostly near the beginning."""
     if rng.random() < 0.2:
         return data[: rng.randrange(len(data))]
-    raw, reach = bytearray(data), rng.choice([64, 600, 8000, len(data)])
-    way = rng.randrange(3)
+    raw, reach, way = bytearray(data), rng.choice([64, 600, 8000, len(data)]), rng.randrange(3)
     for _ in range(rng.choice([1, 2, 8, 64])):
         i = rng.randrange(min(reach, len(raw)))
         if way == 0:
@@ -264,3 +249,46 @@ def _blind(data: bytes, rng: random.Random) -> bytes:
         else:
             del raw[i : i + rng.randrange(1, 9)]
     return bytes(raw)
+
+
+# ---- the process that runs them ----
+
+
+def run(path: Path) -> None:
+    with engine.load(path, n_ctx=64, n_threads=1, attention="sparq,rank=4,topk=8,min_ctx=0") as s:
+        tokens = engine.tokenize(s, "Hé, 12 <s>\n\0", parse_special=True)[:32] or [0]
+        engine.prefill(s, tokens)
+        for _ in range(2):
+            token = int(engine.logits(s).argmax())
+            engine.token_bytes(s, token, special=True)
+            engine.is_eog(s, token)
+            engine.decode(s, token)
+        engine.detokenize(s, range(min(s.n_vocab, 300)), special=True)
+
+
+def outcome(path: Path) -> str:
+    step = "read"
+    try:
+        geometry(read_gguf(path))
+        step = "run"
+        run(path)
+    except SparqError as e:
+        return f"{step} refused: {e.message}"
+    except BaseException as e:
+        return f"{step} WRONG {type(e).__name__}: {e}"
+    return "run ok"
+
+
+def main() -> None:
+    engine.library()  # its memory is not the file's
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
+    for line in sys.stdin:
+        signal.alarm(300)  # a hang ends as a crash
+        started = time.process_time()
+        text = outcome(Path(line.rstrip("\n")))
+        print(f"{time.process_time() - started:.3f} {text}".replace("\n", "\\n"), flush=True)
+
+
+if __name__ == "__main__":
+    main()
