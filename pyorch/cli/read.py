@@ -138,11 +138,7 @@ def _report(document: Document, seconds: float, as_json: bool) -> None:
 
 
 def _joined(names: tuple[str, ...]) -> tuple[str, str]:
-    """The name of a document of these texts, and its text. Of several, each has its name before it.
-
-    Raises:
-        SparqError: one cannot be read, or there is no text.
-    """
+    """The name of a document of these texts, and its text: of several, each after its name."""
     texts = [pair for name in names for pair in _texts(name)]
     if not any(text.strip() for _, text in texts):
         raise SparqError(f"{', '.join(names)}: there is no text", _TAKES)

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,11 +172,8 @@ def command(
 
 
 def _check_more(more: Sequence[str]) -> None:
-    """Refuse what is no option, and options of llama-server that we set.
-
-    Raises:
-        SparqError: there is one. A value, which may be a key, is not in the message.
-    """
+    """Refuse what is no option, and options of llama-server that we set. A value, which may be a
+    key, is not in the message."""
     if more and not more[0].startswith("-"):
         raise SparqError(
             f"serve takes no argument {more[0]!r}",
@@ -192,11 +190,7 @@ def _check_more(more: Sequence[str]) -> None:
 
 
 def _key_file(name: str) -> Path:
-    """The file of keys, which llama-server reads itself: the keys are in no line of arguments.
-
-    Raises:
-        SparqError: it cannot be read, or holds no key that a client could send.
-    """
+    """The file of keys, which llama-server reads itself: the keys are in no line of arguments."""
     file = paths.expanded(name).absolute()
     make = f"one key a line, for example: (umask 077; openssl rand -hex 32 > {name})"
     try:
@@ -408,11 +402,9 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
 
 def _answers(host: str, port: int) -> bool:
     """Whether the server has its model: until then it answers everything with 503."""
-    connection = http.client.HTTPConnection(host, port, timeout=2)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status != 503
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    with closing(http.client.HTTPConnection(host, port, timeout=2)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status != 503
+        except (OSError, http.client.HTTPException):
+            return False

@@ -75,9 +75,7 @@ def command(server: ListenOptions) -> None:
 
 
 def _check(server: ListenOptions) -> None:
-    """Raises:
-    SparqError: others reach the address, or it is not of IPv4.
-    """
+    """Refuse an address that others reach, or that is not of IPv4."""
     if ":" in server.host:
         raise SparqError(
             f"--host {server.host}: llama.cpp's workers listen on IPv4 addresses only",

@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import NoReturn
@@ -64,11 +65,9 @@ def reach(host: str) -> str:
 
 def answers(endpoint: str) -> bool:
     """Whether a worker of our version is there."""
-    try:
-        ask(endpoint)
-    except SparqError:
-        return False
-    return True
+    with suppress(SparqError):
+        return bool(ask(endpoint))
+    return False
 
 
 def ask(endpoint: str) -> Worker:
@@ -154,11 +153,9 @@ def on_loss(library: Library, endpoints: Sequence[str], end: Callable[[str], NoR
 
 def _listens(endpoint: str) -> bool:
     host, _, port = endpoint.partition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=2).close()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
+        return True
+    return False
 
 
 def check_split(tensor_split: Sequence[float], n: int) -> None:

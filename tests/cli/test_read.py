@@ -224,6 +224,7 @@ def test_texts_before_a_message_follow_each_other(
         done = run(*ask, *begun, stdin=f"{script}/read {other}\nwho?\n/save {talk}\n")
         assert done.code == 0 and "after what was read for it" in done.err, done.err
         said = json.loads(talk.read_text())["messages"][0]["content"]
+        talk.unlink()
         assert said == f"{TEXT}\n\nand another\n\nwho?"
     assert len(document_file.documents_in(paths.kept_texts())) == 1  # the first, as ever
     script = f"/read {text}\n" * 3
