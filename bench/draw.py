@@ -14,8 +14,10 @@ from pyorch.errors import SparqError, nearest
 FIGURES = {
     "token_rate": "bench.users.token_rate:FIGURE",
     "prompt_time": "bench.users.prompt_time:FIGURE",
+    "end_to_end": "bench.papers.end_to_end:FIGURE",
     "gpu_end_to_end": "bench.gpu.tokens:FIGURE",
     "gpu_attention": "bench.gpu.kernels:FIGURE",
+    "time_in_attention": "bench.papers.time_in_attention:FIGURE",
     "ablations": "bench.papers.ablations:FIGURE",
     "repetition": "bench.papers.repetition:FIGURE",
     "topk_tasks": "bench.papers.topk:SCORES",
