@@ -2,7 +2,7 @@
 
 A text must have the same tokens whichever way it came, so nothing else in this package decodes what
 people give. A byte order mark says how a text is written. Without one it is UTF-8, or else
-Windows-1252, the commonest of the old encodings; whatever had to be assumed is said on stderr.
+Windows-1252, the commonest of the old encodings; a line on stderr tells what was assumed.
 """
 
 from __future__ import annotations

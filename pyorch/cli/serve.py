@@ -368,7 +368,7 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
         "--cache-type-v": type_v.name,
         "--sparse-attn": settings.attention or "off",
         "--flash-attn": "on",  # sparse attention needs it
-        # The context is said and fits; it would load the model twice to find that out.
+        # The context is given and fits; llama.cpp would load the model twice to find that out.
         "--fit": "off",
         # MiB of earlier prompts: its own 8 GiB, or half of what is left. It does not know with
         # which adapters a prompt was read.

@@ -17,8 +17,8 @@ SHOWN = 5  # names of what a folder holds and is left out
 
 
 def read_texts(names: Sequence[Path]) -> list[str]:
-    """Read books: each name is a file, or a folder of *.txt, of which it is said what else it
-    holds. Project Gutenberg's frame is cut off.
+    """Read books: each name is a file, or a folder of *.txt; a note names what else a folder holds.
+    Project Gutenberg's frame is cut off.
 
     Raises:
         SparqError: there is nothing to read, or nothing in a file.
