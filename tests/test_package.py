@@ -131,13 +131,6 @@ def test_it_works_from_the_wheel(wheel: Path, tmp_path: Path, native_lib_dir: Pa
 
 
 @pytest.mark.slow
-def test_it_works_from_the_sdist_and_the_index(
-    sdist: Path, tmp_path: Path, native_lib_dir: Path
-) -> None:
-    works(installed(tmp_path / "env", sdist), tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not BUILT, reason="`make wheels` has put none for this system into dist/")
 def test_a_wheel_with_the_library_needs_no_compiler(tmp_path: Path) -> None:
     """In an empty environment, with an empty cache, where no program is found but Python's own; a

@@ -28,19 +28,6 @@ def planned(*specs: str, **more: Any) -> list[list[AttentionCase]]:
     return attention_time.groups(given(attention_time.MEASUREMENT, **options | more))
 
 
-def test_plan_takes_turns_in_groups_of_one_cache() -> None:
-    groups = planned(n_depth=[512, 4096], n_threads=[1, 2])
-    assert len(groups) == 4
-    for group in groups:
-        assert [c.label for c in group[:2]] == ["stock -fa 0", "stock -fa 1"]
-        assert len({(c.n_depth, c.n_threads, c.like) for c in group}) == 1
-        assert group[0].n_samples == 10  # two turns
-        place = {str(c.spec): c.place for c in group}
-        assert place["sparq,ratio=1/8"] == place["dense"] != place["sparq,ratio=1/8,shadow=f16"]
-    with pytest.raises(SparqError, match="too few"):
-        planned(n_depth=[256])
-
-
 def test_a_row_of_ours_is_refused_unless_every_call_ran() -> None:
     stock, _, dense, sparse = planned("dense", "sparq,ratio=1/8")[0]
     calls = sparse.n_samples * sparse.n_layer
@@ -100,14 +87,6 @@ def test_turns_go_forwards_and_backwards(swap: bool, wanted: str) -> None:
     results, bandwidth = in_turns(sides, range(-1, 2), once, reader, lambda _: None, swap=swap)
     assert " ".join(order.values()) == wanted and len(bandwidth) == 3
     assert results == [{"samples_ns": [0, 1], "counters": {"calls": 2}}] * 3
-
-
-@pytest.mark.parametrize(("key", "value"), [("type_k", "q8_0"), ("numa", "distribute")])
-def test_what_differs_is_shown(key: str, value: str) -> None:
-    recs = fake_records()
-    other = [{**r, "case": r["case"] | {key: value}, "run": "b"} for r in recs]
-    for table in (attention_time.summary, attention_time.markdown):
-        assert value in table(recs + other) and value not in table(recs)
 
 
 def fake_records() -> list[records.Record]:

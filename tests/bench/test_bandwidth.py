@@ -45,12 +45,6 @@ def test_fewer_threads_read_where_memory_is_short(capsys: pytest.CaptureFixture[
     assert "4 of 64 threads" in capsys.readouterr().err
 
 
-def test_buffers_take_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bandwidth.usual_bytes(2) == 2 << 20 and bandwidth.usual_bytes(512) == 1 << 20
-    monkeypatch.setattr(bandwidth, "available_memory", lambda: 16 << 30)
-    assert bandwidth.usual_bytes(2) == 256 << 20
-
-
 def test_a_thread_without_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no number then, and nobody waits for it."""
     monkeypatch.setattr(bandwidth, "_START_S", 0.1)

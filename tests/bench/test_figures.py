@@ -13,10 +13,9 @@ from click.testing import CliRunner
 
 from bench import __main__ as main
 from bench import draw, plot
-from bench.papers import ablations, repetition, topk
+from bench.papers import repetition, topk
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import pictures
-from pyorch.cli import eval as evaluation
 from pyorch.cli.bench import command as bench_command
 from pyorch.errors import SparqError
 from pyorch.evals import figures, series
@@ -24,21 +23,6 @@ from pyorch.evals import figures, series
 BENCH = Path(__file__).parents[2] / "bench"
 EPYC = BENCH / "results" / "amd-epyc-2-cores"
 H100 = BENCH / "results" / "nvidia-h100-intel-xeon-16-cores"
-
-
-def test_a_line_of_unusual_settings_has_all_of_them_in_its_name() -> None:
-    for line in ("sparq,ratio=1/8,budget=calibrated", "sparq,rank=32,topk=512", "dense"):
-        assert plot.name_of(parse_spec(line)) == line
-    assert plot.name_of(parse_spec("topk,ratio=1/16")) == "top-k 1/16"
-
-
-@pytest.mark.parametrize("name", draw.FIGURES)
-def test_a_missing_record_is_named_with_its_command(name: str, tmp_path: Path) -> None:
-    figure = draw.figure(name)
-    assert figure.name == name
-    with pytest.raises(plot.NoRecords, match="no records of") as caught:
-        figure.data(tmp_path)
-    assert caught.value.hint == f"first: {figure.needs}"
 
 
 COMMANDS = "sparq-cpp bench ", "python -m bench "
@@ -92,22 +76,8 @@ def test_what_is_measured_is_drawn_though_other_records_are_missing(tmp_path: Pa
     assert isinstance(broken.exception, SparqError) and "not drawn" in broken.exception.message
 
 
-def test_every_measurement_has_its_name_and_help() -> None:
-    for name in main.MEASUREMENTS:
-        done = CliRunner().invoke(main.command, [name, "--help"], catch_exceptions=False)
-        assert done.exit_code == 0 and f" {name} " in done.output and "--out DIR" in done.output
-
-
 def test_a_needle_of_a_method_that_read_everything_is_not_drawn() -> None:
     dense, sparse, *_ = series.read(EPYC / topk.NEEDLE / "needle.jsonl")
     assert figures.needle_rows([dense, sparse])
     with pytest.raises(SparqError, match="no attention call ran sparse"):
         figures.needle_rows([dense, replace(sparse, counters={"calls_sparse": 0})])
-
-
-def test_ablations_can_be_measured() -> None:
-    """The options of the lines exist, and ask for all points."""
-    lines = [line.split() for line in ablations.lines().splitlines()]
-    for line in lines[: len(ablations.TASKS)]:
-        asked = evaluation.command.commands["run"].make_context("run", line[2:]).params
-        assert list(asked["methods"]) == [str(spec) for *_, spec in ablations.points()]

@@ -132,20 +132,6 @@ def test_what_a_gpu_chooses_otherwise() -> None:
     assert real_text.compare("x", here, there) == (2, 2.5)
 
 
-@pytest.mark.parametrize(
-    ("args", "names"),
-    [
-        ([], ["stock -fa 1", "dense", "stock -fa 1, 512 tokens of a prompt"]),
-        (["-ngl", "0"], ["stock -fa 1", "dense"]),
-    ],
-)
-def test_a_prompt_is_timed_where_there_is_a_gpu(args: list[str], names: list[str]) -> None:
-    """A cache of blocks has no transposed V, so no -fa 0."""
-    options = given(in_memory.MEASUREMENT, "-ct", "q8_0", "-t", "3", "-a", "dense", *args)
-    (cases,) = in_memory.groups(options)
-    assert [case.name for case in cases] == names
-
-
 def add(folder: Path, method: str, us: float, stamp: str) -> None:
     case = dict(batch=1, n_head=32, n_head_kv=32, positions=4096, method=method)
     more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}

@@ -16,13 +16,12 @@ from bench_options import given
 from click.testing import CliRunner
 
 from bench.users import growth
-from pyorch import engine, paths
+from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import bandwidth, records, room
+from pyorch.bench import records, room
 from pyorch.bench.turns import OFF, Side
-from pyorch.bench.worker import Subject
-from pyorch.cli import cli, models
+from pyorch.cli import models
 from pyorch.cli.bench import attention_time, command, measurement, speed
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.cli.types import Numbers
@@ -30,7 +29,6 @@ from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.models.geometry import Geometry
 from pyorch.models.layers import Windows
-from pyorch.native import probe
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -171,27 +169,6 @@ def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
             speed.check_calls(case, counters, 2)
 
 
-def test_a_prompt_of_ours_says_whose_attention_it_is() -> None:
-    """No call of it is sparse, whatever the method; a row of tokens is by its settings alone."""
-    prompt = replace(CASE, n_gen=0, n_prompt=512)
-    cases = [
-        prompt,
-        replace(prompt, spec=parse_spec("topk,ratio=1/8")),
-        replace(prompt, spec=parse_spec("dense")),
-        replace(prompt, library="stock", spec=OFF),
-        CASE,
-    ]
-    found = [record(c, ms=5, kv=0) for c in cases]
-    found[1]["counters"]["calls_prefill"] = 512
-    assert [speed.label(r) for r in speed.rows(found)] == [
-        "sparq,ratio=1/8, llama.cpp's prefill",
-        "topk,ratio=1/8, our prefill",
-        "dense, llama.cpp's prefill",
-        "stock -fa 1",
-        "sparq,ratio=1/8",
-    ]
-
-
 def test_bytes_of_layers_with_a_window_are_predicted() -> None:
     """Of four layers two see 512 positions at most; ours count the other two by themselves."""
     geo = Geometry(
@@ -228,22 +205,6 @@ def test_rows_compare_with_the_faster_stock() -> None:
     assert prompt["n_batch"] == 512
     (line,) = (x for x in speed.summary(recs).splitlines() if "sparq" in x)
     assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
-
-
-def test_a_table_tells_its_rows_apart() -> None:
-    """What all rows share stands below it, or nowhere."""
-    first = record(CASE, ms=5, kv=10)
-    second = record(replace(CASE, text="0123", repack=False, numa="distribute"), ms=5, kv=10)
-    second["env"] |= {"commit": "d", "dirty": True}
-    for table in (speed.markdown, speed.summary):
-        text = table([first, second])
-        assert "| positions before | weights | numa |" in text and "GPU" not in text
-        read = "a text (ours), random K and V (llama.cpp)"
-        assert "random K and V | rearranged | none |" in text
-        assert f"{read} | as in the file | distribute |" in text
-        assert text.endswith(f"random K and V or {read}; p, c, d and changes.")
-        alone = table([second, second])
-        assert "numa" not in alone and alone.endswith(f"before: {read}; p, d and changes.")
 
 
 def record(case: SpeedCase, ms: float, kv: int) -> records.Record:
@@ -320,29 +281,6 @@ def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) ->
         assert isinstance(refused, SparqError) and message in refused.message
 
 
-def test_ours_reads_a_text_and_stock_needs_none(model: Path) -> None:
-    text = "a word and another, " * 20
-    subject = Subject()
-    subject.open(str(model), n_ctx=512, n_threads=1)
-    session = subject._session
-    tokens = engine.tokenize(session.model, text)
-    for stock in (True, False):  # the flag alone: one process cannot hold both libraries
-        subject.stock = stock
-        subject.fill(n_pos=100, seed=1)
-        subject.read(text, n_pos=100, n=9)
-        assert (session.tokens == tokens[:100]) != stock
-        assert subject._tokens(9, seed=1) == tokens[100:109]
-    with pytest.raises(SparqError, match=f"has {len(tokens)} tokens, but {len(tokens) + 1} are"):
-        subject.read(text, n_pos=100, n=len(tokens) - 99)
-    subject.close()
-
-
-def test_a_text_needs_a_model_that_reads_it_here(model: Path) -> None:
-    for line in (["--like", "llama2-7b"], ["-m", str(model), "--rpc", "127.0.0.1:1"]):
-        refused = CliRunner().invoke(command, ["--text", "book.txt", *line]).exception
-        assert isinstance(refused, SparqError) and refused.message.startswith("--text needs")
-
-
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
     lines = bench("-d", "0", "-n", "0", "-p", "640", "-o", "jsonl").stdout.splitlines()
     assert [speed.test(json.loads(x)) for x in lines] == ["pp640"] * 3
@@ -393,13 +331,7 @@ def test_a_failing_group_takes_no_other_along(
         (["-n", "0", "-d", "64"], "-n 0"),
         (["-fa", "0", "-ctv", "q8_0", "-d", "64"], "q8_0"),
         (["--attn-only", "-d", "2048"], "--model"),
-        (["-ctk", "q3_K"], "q3_K"),
-        (["-fa", "maybe"], "--flash-attn"),
-        (["-t", "600"], "--threads"),
-        (["-a", "dense", "--ratio", "1/4"], "--ratio"),
         (["--like", "llama3-8b"], "--like"),
-        (["--layers", "1"], "--layers"),
-        (["--quant", "f16"], "--quant"),
         (["--layers", "100000000"], "--layers"),
     ],
 )
@@ -409,79 +341,12 @@ def test_bench_refuses(bench: Callable[..., Any], args: list[str], option: str) 
     assert result.exception.exit_code == 2 and option in result.exception.message
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[measurement.Given, str]]:
-    """The options that the command would measure with, and its notes."""
-    runs: list[measurement.Given] = []
-    monkeypatch.setattr(measurement, "run", lambda _, options: runs.append(options))
-
-    def of(*args: str) -> tuple[measurement.Given, str]:
-        notes = CliRunner().invoke(cli, ["bench", "--yes", *args], catch_exceptions=False).output
-        return runs.pop(), notes
-
-    return of
-
-
-def test_threads_are_those_that_the_library_runs(
-    asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert asked("-t", "1-512*512")[0].n_threads == [1, 512]
-    monkeypatch.setattr(probe, "cores", lambda: 768)
-    assert asked()[0].n_threads == [512]
-
-
-def test_flash_attention_is_named_as_in_llama_bench(asked: Callable[..., Any]) -> None:
-    for line, wanted in (("-fa true,disabled,1", [True, False]), ("-fa auto", [False, True])):
-        assert asked(*line.split())[0].flash_attn == wanted
-
-
-@pytest.mark.parametrize(
-    ("variables", "line", "specs", "like"),
-    [
-        ("RATIO=1/4", "-a dense", ["dense"], "llama2-7b"),
-        ("ATTN=dense", "--ratio 1/4", ["sparq,ratio=1/4"], "llama2-7b"),
-        ("ATTN=dense RATIO=1/4", "", ["dense"], "llama2-7b"),
-        ("MODEL=m.gguf", "--like llama3-8b", ["sparq,ratio=1/8"], "llama3-8b"),
-    ],
-)
-def test_what_the_line_says_displaces_variables(
-    asked: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    variables: str,
-    line: str,
-    specs: list[str],
-    like: str,
-) -> None:
-    for variable in variables.split():
-        monkeypatch.setenv(*f"SPARQ_BENCH_{variable}".split("=", 1))
-    options, _ = asked(*line.split())
-    assert [str(s) for s in options.specs] == specs
-    assert [*options.like] == [like] and not options.models
-
-
-def test_a_stock_row_that_cannot_be_is_noted(asked: Callable[..., Any]) -> None:
-    assert "no stock -fa 0 beside -ctv q8_0" in asked("-ctv", "f16,q8_0")[1]
-    assert "no stock" not in asked("-ctv", "bf16")[1] + asked("-ctv", "q8_0", "-fa", "1")[1]
-
-
 def test_what_does_not_fit_is_refused_before_it_begins(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(1 << 30))
     refused = bench("-d", "2048").exception
     assert isinstance(refused, SparqError) and "3 processes" in refused.message
-
-
-def test_threads_are_charged_for_what_their_buffers_take(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 threads would take 16 GiB where there is plenty, and take a quarter of what is free."""
-    for module in (speed, bandwidth):
-        monkeypatch.setattr(module, "available_memory", lambda: 6 << 30)
-    group = [replace(CASE, model=model, n_threads=64, library=x) for x in ("stock", "sparq")]
-    speed.check_memory(group)
-    with pytest.raises(SparqError, match=r"only 6.* of memory is available"):
-        speed.check_memory([replace(c, n_depth=1 << 24) for c in group])
 
 
 def test_synthetic_weights_are_written_only_after_asking(

@@ -299,20 +299,3 @@ def test_calibrate_and_use(run: Run, model: Path, tmp_path: Path) -> None:
     assert json.loads(explained.out)["spec"] == str(
         saved.resolve(AttentionSpec("sparq", ratio=1 / 8, budget="calibrated"), model)
     )
-
-
-@pytest.mark.parametrize(
-    ("args", "code"),
-    [
-        (["--show"], 1),
-        (["--text", "none.txt"], 1),
-        (["--ctx", "2048", "--contexts", "60"], 2),  # the bundled texts are too short
-        (["--ratio", "2"], 2),
-        (["--ratio", "1"], 2),
-        (["--contexts", "6"], 2),
-        (["--contexts", "9"], 2),
-    ],
-)
-def test_errors(run: Run, model: Path, args: list[str], code: int) -> None:
-    done = run("calibrate", "-m", model, *args)
-    assert done.code == code and "hint:" in done.err

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from pyorch.models import cards
-
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 
@@ -36,13 +34,6 @@ def test_a_hybrid_gains_little(run: Run) -> None:
         assert x["token_s_dense"] == pytest.approx((kv + weights) / r["bandwidth"])
     assert r["attention_share_dense"] == pytest.approx(r["lengths"][0]["attention_share"])
     assert r["speedup_token"] == pytest.approx(r["lengths"][0]["speedup"])
-
-
-def test_a_table_for_people(run: Run) -> None:
-    """A line for a run of equal layers, also where others stand between them."""
-    text = run("explain", "-m", "qwen3.6-27b", "--ctx", 8192, "-a", "sparq,ratio=1/8,top_p=0.9").out
-    assert "16 read every position, 48 are recurrent" in text
-    assert "16 of 3-63" in text and "top-p 0.9" in text and "1.45x" in text
 
 
 def test_a_context_that_is_longer_than_the_training(run: Run) -> None:
@@ -77,13 +68,6 @@ def test_windows_are_told_apart(run: Run) -> None:
     assert r["layer_kinds"] == kinds
     heads = {(x["n_head_kv"], x["bytes_dense"], x["counted"]) for x in r["layers"]}
     assert heads == {(8, 1024 * 8 * 256 * 2 * 2, False), (2, 8192 * 2 * 512 * 2 * 2, True)}
-
-
-@pytest.mark.parametrize("name", cards.names())
-def test_every_card_can_be_explained(run: Run, name: str) -> None:
-    card = cards.load(name)
-    result = run("explain", "-m", name, "--ratio", "1/8", "--ctx", 4096)
-    assert result.code == 0 and result.out.startswith(f"{card.title} ({card.architecture})")
 
 
 def test_the_table_of_the_docs(run: Run) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -161,34 +160,6 @@ def test_names_that_are_not_utf8(tiny_chat: Path, tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-@pytest.mark.parametrize("coding", ["utf-8", "ascii", "latin-1"])
-def test_a_printed_path_is_the_path(tiny: Path, tmp_path: Path, coding: str) -> None:
-    (file := tmp_path / f"{ODD}-é.gguf").symlink_to(tiny)
-    env = {**os.environ, "PYTHONIOENCODING": coding}
-    (tmp_path / f"{ODD}.kv").write_bytes(bytes(70_000))  # no document
-    listed = program("documents", "list", tmp_path, "--json", env=env)
-    assert ODD in json.loads(listed.stdout.decode(coding))["unreadable"][0], listed.stderr
-    plain = program("pull", file, env=env)
-    letter = {"utf-8": "é".encode(), "ascii": b"?", "latin-1": b"\xe9"}[coding]
-    want = os.fsencode(file).replace("é".encode(), letter)
-    assert (plain.returncode, plain.stdout.strip()) == (0, want), plain.stderr
-
-
-def test_lone_halves_of_characters_can_be_saved(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
-    """JSON may have them as escapes, and UTF-8 cannot."""
-    talk = tmp_path / "talk.json"
-    talk.write_text('{"messages": [{"role": "user", "content": "\\ud83d"}]}')
-    ask = ("chat", "-m", tiny_chat, "-n", 1, "--resume", talk)
-    done = run(*ask, stdin=f"x\n/save {talk}\n")
-    assert done.code == 0, done.err
-    assert json.loads(talk.read_text())["messages"][0]["content"] == "\ud83d"
-    talk.write_text('{"messages": [{"role": "system", "content": "a \\ud83d b"}]}')
-    (tmp_path / "t.txt").write_text("a text to keep " * 100)
-    for said in ("before your next message", "read before"):
-        done = run(*ask, "-c", 4096, stdin=f"/read {tmp_path}/t.txt\nx\n")
-        assert done.code == 0 and said in done.err, done.err
-
-
 # ---- streams that are closed ----
 
 
@@ -196,13 +167,6 @@ def shell(line: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         line, shell=True, capture_output=True, text=True, env={**os.environ, **env}
     )
-
-
-@pytest.mark.parametrize("verb", ["generate -f -", "chat", "read -"])
-def test_a_closed_stdin_is_told(tiny_chat: Path, tmp_path: Path, verb: str) -> None:
-    line = shlex.join([sys.executable, "-m", "pyorch", *verb.split(), "-m", str(tiny_chat)])
-    done = shell(f"{line} <&-", SPARQ_READ_OUT=str(tmp_path / "x.kv"))
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: stdin is closed")
 
 
 def test_closed_streams_are_open_in_children() -> None:

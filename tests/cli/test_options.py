@@ -16,7 +16,6 @@ from pyorch.cli import options as opt
 from pyorch.cli.calibrate import SearchContext, SearchOptions
 from pyorch.cli.explain import WholeContext
 from pyorch.cli.groups import takes
-from pyorch.cli.types import Files, NumberOr
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
 from pyorch.evals import tasks
@@ -49,49 +48,6 @@ def test_every_name_of_a_file_may_begin_with_the_home_folder(
     assert given == {"wikitext": Path("/home/me/x")}
 
 
-def test_models_may_have_a_comma_in_their_name(tmp_path: Path) -> None:
-    (whole := tmp_path / "a,b.gguf").touch()
-    assert Files().convert(str(whole), None, None) == [str(whole)]
-    assert Files().convert("x.gguf,hf:o/r", None, None) == ["x.gguf", "hf:o/r"]
-    many = ["a-model-of-a-usual-name.gguf"] * 20  # as one name too long for any file
-    assert Files().convert(",".join(many), None, None) == many
-
-
-@pytest.mark.parametrize(
-    ("command", "name", "value"),
-    [
-        ("generate", "--reverse-prompt", "End of text"),
-        ("eval run", "--data", "squad=/my data/dev.json"),
-        ("bench", "--model", "/my models/a.gguf"),
-    ],
-)
-def test_a_variable_may_have_blanks(
-    monkeypatch: pytest.MonkeyPatch, command: str, name: str, value: str
-) -> None:
-    of = commands()[command]
-    (option,) = (p for p in of.params if name in p.opts)
-    assert option.envvar
-    monkeypatch.setenv(option.envvar[0], value)
-    assert option.value_from_envvar(click.Context(of)) == [value]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "line", "said"),
-    [
-        ("SPARQ_BENCH_MODEL", "/none", "bench", "/none"),
-        ("SPARQ_EVAL_RATIO", "9", "eval repetition -m x", "ratio 9"),
-        ("SPARQ_EVAL_TABLE_OUTPUT", "xml", "eval table .", "--output 'xml'"),
-        ("SPARQ_CHAT_JSON", "maybe", "chat -m x", "maybe"),
-        ("SPARQ_MODEL", "/none", "explain", "/none"),
-    ],
-)
-def test_a_variable_stands_in_for_every_option(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, line: str, said: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    assert said in str(CliRunner().invoke(cli, line.split(), standalone_mode=False).exception)
-
-
 @pytest.mark.parametrize(
     ("variables", "line", "wanted"),
     [
@@ -117,17 +73,6 @@ def test_the_line_wins_over_variables(
         monkeypatch.setenv(*f"SPARQ_CHAT_{variable}".split("=", 1))
     result = CliRunner().invoke(command, line.split())
     assert wanted in (str(result.exception) if result.exception else result.stdout.splitlines())
-
-
-def test_squad_may_take_as_many_paragraphs_as_fit() -> None:
-    def chosen(text: str) -> object:
-        kind = NumberOr("fit", int, 0)
-        examples = evaluate.ExampleOptions(confusion=kind.convert(text, None, None))
-        return evaluate._setup(evaluate.MethodOptions(), examples)["confusion"]
-
-    assert (chosen("fit"), chosen("63"), chosen("0")) == (None, 63, 0)
-    with pytest.raises(SparqError, match="'fits' is not a whole number"):
-        chosen("fits")
 
 
 def test_a_way_that_others_can_read_is_refused_unless_it_is_opened(

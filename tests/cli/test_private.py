@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pyorch import paths
-from pyorch.cli import conversation
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -87,11 +86,3 @@ def test_a_limit_that_is_none_keeps_nothing_by_mistake(
     monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", given)
     done = run("chat", "-m", tiny_chat, stdin="x\n")
     assert done.code == 2 and "SPARQ_DOCUMENTS_LIMIT" in done.err and repr(given) in done.err
-
-
-@pytest.mark.parametrize(("text", "n_bytes"), [("4096", 4096), ("1.5 GiB", 3 << 29), ("0", 0)])
-def test_the_limit_is_in_binary_units(
-    monkeypatch: pytest.MonkeyPatch, text: str, n_bytes: int
-) -> None:
-    monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", text)
-    assert conversation.limit() == n_bytes

@@ -132,26 +132,6 @@ def test_documents(run: Run, tiny_chat: Path, text: Path) -> None:
     assert run("documents", "show", "story").code == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "name"),
-    [
-        (["read", "nowhere.txt", "-m", "MODEL"], 1, "nowhere.txt"),
-        (["read", "-", "-m", "MODEL"], 1, "no text"),
-        (["read", "TEXT", "-m", "MODEL", "--plain", "--system", "x"], 2, "--system"),
-        (["read", "TEXT", "-m", "MODEL", "-o", "/nowhere/x.kv"], 2, "/nowhere"),
-        (["chat", "-m", "MODEL", "--document", "none"], 1, "none"),
-        (["chat", "-m", "MODEL", "--document", "TEXT"], 1, "story.txt"),
-        (["chat", "-m", "MODEL", "--document", "x", "--resume", "y"], 2, "--resume"),
-        (["generate", "-m", "MODEL", "-p", "x", *["--document", "a"] * 2], 2, "--document"),
-    ],
-)
-def test_errors(
-    run: Run, tiny_chat: Path, text: Path, words: list[str], code: int, name: str
-) -> None:
-    done = run(*[{"MODEL": tiny_chat, "TEXT": text}.get(w, w) for w in words])
-    assert (done.code, done.err.count("error:")) == (code, 1) and name in done.err
-
-
 def test_a_document_for_something_else(run: Run, tiny: Path, tiny_chat: Path, text: Path) -> None:
     assert run("read", text, "-m", tiny_chat, "--plain").code == 0
     done = run("chat", "-m", tiny_chat, "--document", "story", stdin="hi\n")

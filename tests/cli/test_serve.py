@@ -212,21 +212,6 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert "12 tokens" in account and "95.0 %" in account
 
 
-@pytest.mark.parametrize(
-    ("file", "alias"), [("a,b.gguf", "a_b.gguf"), (os.fsdecode(b"\xe9.gguf"), "\ufffd.gguf")]
-)
-def test_a_model_has_one_name(
-    standin: Any, tiny: Path, tmp_path: Path, file: str, alias: str
-) -> None:
-    """llama-server cuts an alias at its commas, and what it answers should be UTF-8."""
-    (model := tmp_path / file).symlink_to(tiny)
-    with standin("", "-m", model) as running:
-        running.until_ready()
-        argv = standin.started()["argv"]
-        assert running.end() == 0
-    assert after(argv, "--alias") == alias
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_once(standin: Any, number: int) -> None:
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -351,13 +336,6 @@ def test_our_options_are_not_for_after(
     assert result.code == 2 and ours in hint and "secret" not in result.err
 
 
-def test_options_of_theirs_stand_after_the_dashes(run: Callable[..., Any], tiny: Path) -> None:
-    for word in ("8000", "--chat-template-file"):
-        result = run("serve", "-m", tiny, word)
-        error, hint = result.err.splitlines()
-        assert result.code == 2 and word in error and " -- " in hint
-
-
 def test_slots_count_for_the_memory(
     run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,15 +362,6 @@ def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Pa
         running.until_ready()
     with standin("", *ctx, "--", "--swa-full", **room) as running:
         assert running.rest() == 1 and "for the cache" in running.said
-
-
-@pytest.mark.usefixtures("native_lib_dir")
-def test_layers_on_a_gpu(run: Callable[..., Any], tiny: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(native, "built", lambda **_: Path())
-    result = run("serve", "-m", tiny, "--port", "0", "-ngl", "7")
-    assert result.code == 2 and "7 layers" in result.err
-    result = run("serve", "-m", tiny, "--port", "0", "-ts", "3,1")
-    assert result.code == 2 and "--tensor-split" in result.err
 
 
 def test_a_document_in_other_types_is_refused(
@@ -475,26 +444,6 @@ def _positions(url: str) -> int:
     return asked(url.removesuffix("/v1") + "/props")["default_generation_settings"]["n_ctx"]
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        "--rope-scaling linear --rope-scale 2",
-        "--rope-scaling yarn --rope-scale 2",
-        "--rope-scaling yarn --rope-scale 2 --yarn-orig-ctx 1024",
-    ],
-)
-def test_a_stretched_context_is_served(server_dir: Path, tiny: Path, rope: str) -> None:
-    """The model was trained on 4,096 positions, of which each is a letter here."""
-    line = ("serve", "-m", tiny, "--port", 0, "-t", 1, "-np", 2, "--ctx", 8192, *rope.split())
-    with serving(REAL, *line) as running:
-        running.until_ready()
-        assert "8192 positions in each of 2 slots" in running.said
-        assert _positions(running.url) == 8192
-        answer = asked(f"{running.url}/completions", PROMPT | {"prompt": "far " * 1200})
-        assert answer["usage"]["prompt_tokens"] > 4800
-        assert running.end() == 0
-
-
 def test_a_document_of_another_day_beyond_the_training(server_dir: Path, tmp_path: Path) -> None:
     """It can be asked, although its template states the day: there is room for the question without
     --ctx."""
@@ -542,16 +491,6 @@ def test_the_log_keeps_keys(server_dir: Path, tiny: Path, tmp_path: Path) -> Non
     assert "api_keys: " in running.said  # it would be in this line
     for text in (running.said, log.read_text()):
         assert "cret" not in text.replace(str(keys), "")
-
-
-def test_an_option_that_llama_server_does_not_know(
-    server_dir: Path, run: Callable[..., Any], tiny: Path
-) -> None:
-    result = run("serve", "-m", tiny, "--port", 0, "--", "--no-such")
-    assert result.code == 1
-    assert "invalid argument: --no-such" in result.err
-    result = run("serve", "-m", tiny, "--port", 0, "--", "--help")
-    assert result.code == 1 and "exit code 0" in result.err
 
 
 def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pyorch import native, paths
+from pyorch import native
 from pyorch.attention import spec as settings
 from pyorch.attention.bytes import split
 from pyorch.attention.spec import (
@@ -57,18 +55,6 @@ def test_the_table_is_what_the_library_says() -> None:
     file = Path(settings.__file__).with_name("spec.json")
     assert file.read_text("utf-8") == written("llama_sparse_attn_keys")[1]
     assert {f.name for f in fields(AttentionSpec)} - {"method"} == settings.KEYS.keys()
-
-
-def test_the_header_describes_every_key() -> None:
-    """With its words, and its default where that is a number."""
-    header = (paths.data("ggml_ops") / "llama" / "llama-sparse.h").read_text("utf-8")
-    text = header.partition("// A spec is one line")[2].partition("// Errors are text")[0]
-    entries = re.split(r"^//   (?=\w)", text, flags=re.M)[1:]
-    described = {name: e for e in entries for name in re.split(r"\W+", e.partition("  ")[0])}
-    for name, key in settings.KEYS.items():
-        assert all(word in described[name] for word in key.get("words", ()))
-        if said := re.search(r"default ([\d.]+)[;,)]", described[name]):
-            assert float(said[1]) == float(key["default"])
 
 
 @library
@@ -194,25 +180,6 @@ def test_a_calibrated_budget_has_its_own_choices(budget: str) -> None:
 def test_settings_by_hand_are_those_of_a_line(line: str, by_hand: AttentionSpec) -> None:
     assert by_hand == parse_spec(line)
     assert parse_spec(str(by_hand)) == by_hand
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("method", "spark"),
-        ("ratio", 3),
-        ("ratio", float("nan")),
-        ("ratio", "1/8"),
-        ("rank", 2.5),
-        ("topk", "64"),
-        ("k_layers", (LayerK(2, True),)),
-        ("k_layers", ("64",)),
-        ("rank_layers", (8, 0)),
-    ],
-)
-def test_no_wrong_settings_can_be_made(name: str, value: Any) -> None:
-    with pytest.raises(SparqError, match=name):
-        replace(AttentionSpec("sparq"), **{name: value})
 
 
 @pytest.mark.parametrize(

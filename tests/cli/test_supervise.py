@@ -52,11 +52,6 @@ def test_a_signal_of_the_cpu_is_not_explained_by_the_last_line() -> None:
     assert "SIGILL" in message and "1030" not in message
 
 
-def test_no_debugger_is_called_unless_the_log_is_shown() -> None:
-    code = "print(os.environ.get('GGML_NO_BACKTRACE'), flush=True); sys.exit(3)"
-    assert death(code)[0].endswith(": 1")
-
-
 def test_who_reads_the_log_may_fail_and_the_server_does_not_stand_still() -> None:
     """More lines than a pipe holds."""
 

@@ -317,20 +317,3 @@ def test_stop(run: Run, tiny_chat: Path) -> None:
     whole = json.loads(run(*raw).out)["text"]
     cut = json.loads(run(*raw, "--stop", whole[3:5]).out)
     assert (cut["text"], cut["finish"]) == (whole[:3], "stop")
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "name"),
-    [
-        (["generate", "-p", "x", "--reasoning", "off"], 2, "--reasoning"),
-        (["read", "TEXT", "--plain", "--reasoning", "off"], 2, "--reasoning"),
-        (["chat", "--chat-template-file", "/none.jinja"], 1, "/none.jinja"),
-        (["chat", "--chat-template-file", "TEXT"], 1, "a.jinja"),
-    ],
-)
-def test_errors(
-    run: Run, tiny_chat: Path, tmp_path: Path, words: list[str], code: int, name: str
-) -> None:
-    (path := tmp_path / "a.jinja").write_text("{% for %}")
-    done = run(*[str(path) if w == "TEXT" else w for w in words], "-m", tiny_chat, stdin="x\n")
-    assert done.code == code and name in done.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,7 @@ from parrot import Parrot
 
 from pyorch import engine, evals
 from pyorch.errors import SparqError
-from pyorch.evals import data, qa, summaries, wikitext
+from pyorch.evals import data, qa, wikitext
 from pyorch.evals.decode import Decoder, Example
 from pyorch.evals.task import Setup
 
@@ -116,21 +115,6 @@ def test_squad_asks_about_the_paragraphs_of_one_text(
         assert len(set(used)) == 8
 
 
-def test_squad_fills_a_text(session: engine.Session, tmp_path: Path) -> None:
-    one = {"title": "T", "paragraphs": [
-        {"context": f"{i} {'x' * 300}", "qas": [question(2 * i, ["x"]), question(2 * i + 1, ["x"])]}
-        for i in range(40)
-    ]}  # fmt: skip
-    file = write(tmp_path / "dev.json", {"data": [one]})
-    found = first("squad", session, file, 4, questions=2, confusion=None)
-    assert all(CTX - 1000 < len(e.prompt) + e.max_tokens <= CTX for e in found)
-    assert first("squad", session, file, confusion=39)
-    for too_many in ({"questions": 20, "confusion": None}, {"confusion": 40}):
-        with pytest.raises(SparqError) as e:
-            first("squad", session, file, **too_many)
-        assert e.value.hint and e.value.exit_code == 2
-
-
 def test_squad_rows_of_the_hub_are_the_same_questions(
     session: engine.Session, squad: Path, tmp_path: Path
 ) -> None:
@@ -214,17 +198,6 @@ def test_cnn_dailymail(
     for said, want in (("cats sat on the mat", 10 / 11), ("A cat sat on the mat .", 1), ("no", 0)):
         decoder = Decoder(Parrot(said.encode()).install(monkeypatch))
         assert task.score(decoder, e).score == pytest.approx(want)
-
-
-@pytest.mark.parametrize("name", ["cnn_dailymail", "squality"])
-def test_a_missing_package_is_named_before_any_work(
-    session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    summaries.scorer.cache_clear()
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(SparqError, match="rouge-score") as e:
-        first(name, session, tmp_path / "absent.json")
-    assert "[eval]" in e.value.hint
 
 
 def test_squality_asks_all_questions_of_a_story(

@@ -20,7 +20,6 @@ from click.testing import CliRunner
 from pyorch import engine, policies
 from pyorch.bench import records as bench_records
 from pyorch.cli.eval import command
-from pyorch.cli.eval import run as eval_run
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
 from pyorch.evals.decode import log_softmax
@@ -330,31 +329,6 @@ def test_ratios_go_to_the_methods_that_have_none(run_eval: Run) -> None:
     ]
 
 
-def test_a_method_with_a_rank_takes_a_ratio_and_one_with_k_does_not() -> None:
-    from pyorch.cli import eval as cli
-
-    def methods(ratio: float, *lines: str) -> list[str]:
-        return [str(m) for m in cli._methods(cli.MethodOptions(methods=lines, ratio=[ratio]))]
-
-    for rank in ("sparq,ratio=1/4,rank=16", "low-rank,ratio=1/4,rank=8"):
-        assert methods(1 / 4, rank.replace("ratio=1/4,", "")) == [rank]
-    both = "sparq,rank=16,topk=64"
-    assert methods(1 / 4, both, "h2o,k=64", "quest") == [both, "h2o,k=64", "quest,ratio=1/4"]
-    assert methods(1 / 4) == ["off", "sparq,ratio=1/4"]
-    assert methods(1, "sparq,rank=16") == ["dense"]
-    with pytest.raises(SparqError, match="--ratio changes nothing"):
-        methods(1 / 4, "off", both, "h2o,ratio=1/8")
-
-
-def test_a_ratio_of_the_environment_is_a_default(
-    run_eval: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ratio = next(p for p in eval_run.params if p.name == "ratio")
-    monkeypatch.setattr(ratio, "envvar", "SPARQ_EVAL_RATIO")
-    monkeypatch.setenv("SPARQ_EVAL_RATIO", "1/4")
-    assert run_eval("needle", "--ctx", 576, "-n", 1, "-a", "off").exit_code == 0
-
-
 def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -> None:
     args = ["needle", "fidelity", "--ctx", 576, "-n", 4, "-a", "off", "-a", "dense", "-a", SPARSE]
     shown = run_eval(*args)
@@ -386,20 +360,6 @@ def test_tables_and_packed_results_say_the_same(run_eval: Run, tmp_path: Path) -
     (packed / "needle.jsonl").write_text('{"schema":1,"key":"x","setting":"y","i":0}\n')
     assert "a record without its setting" in call("table", packed).exception.message
     assert "no results in" in call("table", tmp_path / "nothing").exception.message
-
-
-def test_figures(run_eval: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run_eval("needle", "--ctx", 576, "-n", 6, "-a", "off", "-a", SPARSE)
-    args = ["plot", str(tmp_path / "out"), "--out", str(tmp_path / "figures")]
-    result = CliRunner().invoke(command, args)
-    names = [Path(x).name for x in result.stdout.split()]
-    assert names == ["eval_curves.svg", "eval_needle.svg"]
-    with (tmp_path / "figures" / "eval_needle.csv").open() as f:
-        cells = list(csv.DictReader(f))
-    assert sum(int(c["n"]) for c in cells) == 12
-    svg = (tmp_path / "figures" / "eval_curves.svg").read_text()
-    assert ">sparq<" in svg and ">off<" in svg
 
 
 def scored(method: str, scores: list[float], n_steps: int = 10, n_bytes: int = 100) -> Any:

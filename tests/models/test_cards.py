@@ -207,17 +207,3 @@ def test_list_and_table_have_all_cards(run: Run) -> None:
     assert [m["name"] for m in json.loads(run("models", "list", "--json")[1])["models"]] == [*NAMES]
     shown, table = run("models")[1], run("models", "table")[1]
     assert all(f"\n{name} " in shown and f"| `{name}` |" in table for name in NAMES)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("llama2-7b", "hf:TheBloke/Llama-2-7B-GGUF:Q4_K_M"),
-        ("cerebras-gpt-6.7b", "sparq-cpp convert hf:cerebras/"),
-        ("nemotron-3-nano-30b-a3b", "23 are recurrent, 23 are feed-forward only"),
-        ("gemma-7b", "448 KiB per position"),
-    ],
-)
-def test_show(run: Run, name: str, text: str) -> None:
-    code, out, _ = run("models", "show", name)
-    assert code == 0 and text in out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -55,20 +54,6 @@ def test_a_converted_model_decodes(tmp_path: Path, python: list[str]) -> None:
         engine.decode(s, tokens[-1])
         assert np.isfinite(engine.logits(s)).all()
         assert engine.info(s).counter("calls_sparse") == CONFIG["num_hidden_layers"]
-
-
-@pytest.mark.slow
-def test_types_of_weights(tmp_path: Path, python: list[str]) -> None:
-    checkpoint = convert.read_checkpoint(write_checkpoint(tmp_path / "m"))
-    scripts = convert_env.scripts()
-    for outtype, kind in (("auto", "f16"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0")):
-        out = tmp_path / f"{outtype}.gguf"
-        file = convert.convert(checkpoint, out, outtype, python=python, scripts=scripts)
-        assert {t.type for t in file.tensors} == {"f32", kind}
-        needed = checkpoint.n_weights * convert.OUTTYPES[outtype] + convert._SLACK
-        assert file.n_bytes <= needed
-    with pytest.raises(SparqError, match="exists already"):
-        convert.convert(checkpoint, out, python=python, scripts=scripts)
 
 
 # ---- our own code around a converter that is a few lines ----
@@ -350,24 +335,3 @@ def test_two_at_once_make_one(pip: FakePip) -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(convert_env.python, [agree, agree])
     assert first == second and len(pip.runs) == 4
-
-
-def test_what_pip_says(tmp_path: Path) -> None:
-    """The real command: one line of it."""
-    code = "import sys; sys.exit('x\\nERROR: No matching distribution\\ny')"
-    with (tmp_path / "lock").open("a") as lock, pytest.raises(SparqError) as e:
-        convert_env._run([sys.executable, "-c", code], lock.fileno())
-    assert e.value.message.endswith(": No matching distribution") and e.value.hint
-
-
-def test_a_python_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in re.findall(r"\w+", convert_env._IMPORTS):
-        (tmp_path / f"{name}.py").touch()
-    monkeypatch.setenv("SPARQ_CONVERT_PYTHON", sys.executable)
-    with pytest.raises(SparqError, match="SPARQ_CONVERT_PYTHON"):
-        convert_env.python(agree)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert convert_env.python(agree) == [sys.executable]
-    monkeypatch.setenv("SPARQ_CONVERT_PYTHON", str(tmp_path / "none"))
-    with pytest.raises(SparqError, match="SPARQ_CONVERT_PYTHON"):
-        convert_env.python(agree)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from pyorch.models.layers import INTERVALS, WHY_DENSE, WINDOWS, Windows, recurre
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
-Run = Callable[..., Any]
 # no model of ours: drafts of another model, an encoder, and caches of another kind
 OTHERS = {"deepseek4", "dflash", "gemma4-assistant", "gemma-embedding", "modern-bert"}
 LENGTH = "attention.sliding_window"
@@ -175,19 +173,6 @@ def test_nothing_is_promised_where_the_library_runs_dense(tmp_path: Path) -> Non
         assert {(c.split.reason, c.ours) for c in costs} == {(why, False)}
         assert sum(c.bytes_read for c in costs) == sum(c.bytes_dense for c in costs)
         assert shadow_bytes(geo, 4096, spec) == 0 < shadow_bytes(llama, 4096, spec)
-
-
-def test_explain_tells_layers_with_a_window_apart(run: Run, tmp_path: Path) -> None:
-    file = tiny_models.write(tmp_path / "m.gguf", "gemma3", n_layer=12)
-    args = ("explain", "-m", file, "--ctx", 4096, "--ratio", "1/8")
-    r = json.loads(run(*args, "--json")[1])
-    full, window = 4096 * 256, 64 * 256
-    assert r["attention_bytes_per_token_dense"] == 2 * full + 10 * window
-    assert r["counted_bytes_per_token_dense"] == 2 * full
-    left = r["attention_bytes_per_token"] - r["counted_bytes_per_token"]
-    assert left == 10 * window
-    assert [x["counted"] for x in r["layers"]] == ([False] * 5 + [True]) * 2
-    assert "sliding window of 64" in run(*args)[1]
 
 
 def test_recurrent_layers_are_known_by_their_weights(tmp_path: Path) -> None:

@@ -376,51 +376,6 @@ def test_a_model_is_pulled_on_demand(
     assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # it is here now
 
 
-@pytest.mark.usefixtures("native_lib_dir")
-def test_the_settings_of_a_card_that_was_named(hub: Hub, gguf: bytes, run: Run) -> None:
-    hub.repo = cards.load("llama2-7b").gguf
-    hub.files = {"m-Q2_K.gguf": b"", "m.Q4_K_M.gguf": gguf}
-    code, out, err = run("pull", "llama2-7b", terminal=True)
-    assert code == 0 and Path(out.strip()).read_bytes() == gguf and "--ratio 1/4" in err
-    line = ("generate", "-p", "x", "-n", "1", "--ctx", "64", "-t", "1", "--yes", "-m", "llama2-7b")
-    assert "llama2-7b try --ratio 1/4" in run(*line)[2]
-
-
-def test_the_environment_is_respected(hub: Hub, gguf: bytes, tmp_path: Path) -> None:
-    """HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE, which are read as a process starts."""
-    hub.files = {"m.gguf": gguf}
-    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "elsewhere")}
-    env.pop("HF_HUB_CACHE", None)
-    args = [sys.executable, "-m", "pyorch", "pull", f"hf:{REPO}"]
-    first = subprocess.run(args, env=env, capture_output=True, text=True)
-    assert first.returncode == 0, first.stderr
-    assert Path(first.stdout.strip()).is_relative_to(tmp_path / "elsewhere")
-    seen = len(hub.log)
-    again = subprocess.run(args, env={**env, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
-    assert len(hub.log) == seen
-
-
-def test_explain_asks_the_card_until_its_file_is_here(hub: Hub, gguf: bytes, run: Run) -> None:
-    """Also where another quantisation is here, or the file as it was before it was replaced."""
-    card = cards.load("llama2-7b")
-    hub.repo = card.gguf
-    hub.files = {"m.Q4_K_M.gguf": gguf, "m.Q8_0.gguf": gguf + bytes(1)}
-
-    def title() -> str:
-        code, out, err = run("explain", "-m", card.name, "--ctx", "2048", "--json", "-t", "1")
-        assert code == 0 and ("from its card" in err) == (json.loads(out)["model"] == card.title)
-        return str(json.loads(out)["model"])
-
-    assert title() == card.title and not hub.log
-    get("llama2-7b:Q8_0")
-    assert title() == card.title
-    get("llama2-7b")
-    assert title() == "tiny"
-    hub.commit, hub.files = "f" * 40, {"m.Q4_K_M.gguf": gguf + gguf}
-    assert title() == card.title
-
-
 @pytest.mark.parametrize(
     "use",
     [

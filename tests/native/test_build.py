@@ -17,7 +17,7 @@ from fakes import edit, runs
 
 from pyorch import native, paths
 from pyorch.errors import SparqError
-from pyorch.native import build, cmake, probe
+from pyorch.native import build, probe
 
 OPTIONS = build.Options()
 
@@ -85,17 +85,6 @@ def test_an_edit_of_our_sources_keeps_the_work_tree(world: Path) -> None:
     (world / "ggml_ops" / "cpu" / "more.c").unlink()
     make()
     assert not (tree / "ops" / "cpu" / "more.c").exists()
-
-
-def test_a_moved_tree_is_configured_anew(world: Path) -> None:
-    """cmake refuses a build folder that another place has configured."""
-    make()
-    (tree,) = trees(world)
-    (tree / "out" / "CMakeCache.txt").write_text("CMAKE_HOME_DIRECTORY:INTERNAL=/elsewhere/src\n")
-    (tree / "out" / "left-over").touch()
-    edit(world, "changed")
-    make()
-    assert not (tree / "out" / "left-over").exists()
 
 
 def test_edits_during_a_build(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,28 +262,3 @@ def test_old_builds_are_deleted_but_none_of_another_kind(world: Path) -> None:
         newest = make()
     assert len(build.finished()) == build._KEEP_BUILDS + 1
     assert newest.is_dir() and stock.is_dir()
-
-
-@pytest.mark.parametrize(("version", "works"), [("", False), ("3.9.1", False), ("3.21.0", True)])
-def test_cmake_is_missing_too_old_or_of_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, works: bool
-) -> None:
-    monkeypatch.setitem(sys.modules, "cmake", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    program = tmp_path / "cmake"
-    if version:
-        program.write_text(f"#!/bin/sh\necho cmake version {version}\n")
-        program.chmod(0o755)
-    if works:
-        assert cmake.tool("cmake") == str(program)
-        return
-    with pytest.raises(SparqError, match="cmake") as error:
-        cmake.tool("cmake")
-    assert error.value.hint
-
-
-def test_installed_data_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "PACKAGE", tmp_path)
-    assert paths.data("patches") == paths.REPOSITORY / "patches"
-    (tmp_path / "_data" / "patches").mkdir(parents=True)
-    assert paths.data("patches") == tmp_path / "_data" / "patches"

@@ -10,42 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pyorch import __version__, cli
 from pyorch.native import build as native_build
 
 if TYPE_CHECKING:
     from conftest import Run
-
-
-@pytest.mark.parametrize("verb", cli.COMMANDS)
-def test_help(run: Run, verb: str) -> None:
-    code, out, err = run(verb, "--help")
-    assert (code, err) == (0, "")
-    assert out.startswith(f"Usage: sparq-cpp {verb}")
-
-
-def test_group(run: Run) -> None:
-    code, out, err = run()
-    assert (code, err) == (0, "")
-    assert all(verb in out for verb in cli.COMMANDS)
-    assert run("-h")[1] == out
-    assert __version__ in run("--version")[1]
-
-
-@pytest.mark.parametrize(
-    ("args", "fault"),
-    [
-        (["bulid"], "bulid"),
-        (["build", "--job"], "--job"),
-        (["build", "--jobs", "0"], "--jobs 0"),
-        (["build", "--cuda", "60"], "60"),
-    ],
-)
-def test_wrong_use(run: Run, args: list[str], fault: str) -> None:
-    code, out, err = run(*args)
-    first, second = err.splitlines()
-    assert (code, out) == (2, "")
-    assert fault in first and second.startswith("hint: ")
 
 
 def test_build(run: Run, world: Path) -> None:

@@ -96,11 +96,6 @@ def test_what_is_not_ours_stays(run: Run, current: Path) -> None:
     assert all(folder.is_dir() for folder in theirs)
 
 
-def test_an_empty_cache(run: Run, world: Path) -> None:
-    assert run("clean", "--all", "--yes").code == 0
-    assert not paths.cache().exists()
-
-
 @pytest.mark.parametrize("locked", ["", "wheels/linux"])
 def test_it_waits_for_who_works_there(
     current: Path, locked: str, capsys: pytest.CaptureFixture[str]

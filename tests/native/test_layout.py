@@ -38,11 +38,6 @@ CHANGES = {
     "sum block": ("sparse-codes.h", "SPARSE_SUM   16", "SPARSE_SUM   8"),
     "rows of sums": ("sparse-codes.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "17 + 15; }"),
 }
-COMMENTS = {
-    "comment": ("sparse-codes.h", "// ---- the order of codes", "// ---- other words"),
-    "new line": ("ggml-sparse.h", "struct ggml_sparse_src {", "\n\nstruct ggml_sparse_src {"),
-    "other code": ("ggml-sparse.c", "#include", "// words\n#include"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +96,6 @@ def test_another_layout_is_another_number(what: str, layout, ours: int) -> None:
     assert found != ours and byte(found) != byte(ours)
 
 
-@pytest.mark.parametrize("what", COMMENTS)
-def test_a_comment_is_none(what: str, layout, ours: int) -> None:
-    assert layout(COMMENTS[what]) == ours
-
-
 def test_the_parameters_of_every_step_count(layout, compiled, ours: int) -> None:
     """A step that says nothing of its parameters, and one that leaves a field out, do not compile;
     one that has none is told apart all the same."""
@@ -120,13 +110,3 @@ def test_the_parameters_of_every_step_count(layout, compiled, ours: int) -> None
     assert layout(*step, ("sparse-layout.h", "// T(type", f"{line}\n//")) != ours
     program, errors = compiled(("sparse-layout.h", " F(keep))", ")"))
     assert not program.exists() and "names every field of ggml_sparse_prefill_params" in errors
-
-
-@pytest.mark.parametrize(("language", "standard"), [("c", "c11"), ("c++", "c++17")])
-def test_the_layout_of_the_shadow_needs_no_ggml(language: str, standard: str) -> None:
-    ops = paths.data("ggml_ops")
-    argv = [*shlex.split(probe.need_compiler().cxx), "-x", language, f"-std={standard}"]
-    done = subprocess.run(
-        [*argv, "-fsyntax-only", "-w", ops / "sparse-codes.h"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

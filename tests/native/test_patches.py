@@ -71,17 +71,6 @@ def test_only_edits(tree: Path, line: str) -> None:
         patches.parse(write(tree, f"diff --git a/a b/a\n{line}\n"))
 
 
-def test_digest_sees_names_and_content(tree: Path) -> None:
-    digests = {patches.digest(tree)}
-    file = write(tree, PATCH)
-    digests.add(patches.digest(tree))
-    file = file.rename(tree / "0002-x.patch")
-    digests.add(patches.digest(tree))
-    file.write_text(PATCH.replace("hook", "hooks"))
-    digests.add(patches.digest(tree))
-    assert len(digests) == 4
-
-
 @pytest.mark.parametrize(
     ("old", "new", "wrong"),
     [

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from pyorch import paths
-from pyorch.native import cmake, source
+from pyorch.native import source
 
 OTHERS = [pin.version for pin in source.pins()[1:]]
 
@@ -25,13 +24,3 @@ def test_another_pin_passes_the_gate(version: str) -> None:
     done = subprocess.run(argv, cwd=paths.REPOSITORY, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
-
-
-def test_sources_are_attached_once(tmp_path: Path) -> None:
-    attach = paths.data("ggml_ops") / "attach.cmake"
-    top = f'cmake_minimum_required(VERSION 3.19)\nproject("llama.cpp" NONE)\ninclude("{attach}")\n'
-    (tmp_path / "CMakeLists.txt").write_text(top)
-    argv = [cmake.tool("cmake"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={cmake.tool('ninja')}"]
-    argv += [f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={attach}", "-S", ".", "-B", "out"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0 and "is included twice" in done.stderr, done.stdout + done.stderr

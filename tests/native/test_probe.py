@@ -66,11 +66,3 @@ def test_no_openmp(tmp_path: Path) -> None:
 def test_compiler_that_does_not_work(tmp_path: Path, line: str) -> None:
     with pytest.raises(SparqError, match="no string_view|no message"):
         probe.probe(wrapped(tmp_path, line), native=False)
-
-
-def test_cc_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", f"{REAL.cc} -pipe")
-    monkeypatch.setenv("CXX", f"{REAL.cxx} -pipe")
-    compiler = probe.need_compiler()
-    assert compiler.cc.endswith("-pipe") and compiler.version == REAL.version
-    assert probe.probe(compiler, native=False)
