@@ -16,7 +16,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.groups import given_on_command_line, option, several, takes
 from pyorch.cli.loading import placement, prepare
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
-from pyorch.cli.types import SOME_POSITIONS, THREADS, File, Name, Number, NumberOr, Ratio
+from pyorch.cli.types import SOME_POSITIONS, THREADS, File, NumberOr, Ratio
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.progress import progress_bar, say
@@ -63,13 +63,13 @@ class MethodOptions:
         "--exact", is_flag=True, help=f"Keep the ratio at any length: adds {BOUNDS}."
     )
     n: int = option(
-        "-n", type=Number(int, 1), default=100, show_default=True, help="Examples per task."
+        "-n", type=click.IntRange(1), default=100, show_default=True, help="Examples per task."
     )
     ctx: int = option(
         "--ctx", type=SOME_POSITIONS, default=2048, show_default=True, help="Positions per example."
     )
     seed: int = option(
-        "--seed", type=Number(int, 0), default=1, show_default=True, help="Seed of the examples."
+        "--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the examples."
     )
     threads: int | None = option(
         "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
@@ -106,14 +106,14 @@ class ExampleOptions:
     )
     confusion: int | str = option(
         "--confusion",
-        type=NumberOr("fit", int, 0),
+        type=NumberOr("fit", 0),
         default=7,
         metavar="N|fit",
         help="Confusion contexts of squad; fit takes as many as fit --ctx.  [default: 7]",
     )
     questions: int = option(
         "--questions",
-        type=Number(int, 1),
+        type=click.IntRange(1),
         default=1,
         help="Questions of squad and repetition about one text.  [default: 1]",
     )
@@ -124,7 +124,7 @@ class ExampleOptions:
     )
     depths: int = option(
         "--depths",
-        type=Number(int, 1),
+        type=click.IntRange(1),
         default=11,
         help="Number of depths of needle.  [default: 11]",
     )
@@ -142,7 +142,7 @@ class ExampleOptions:
 @click.option(
     "--output",
     "-o",
-    type=Name("md", "csv", "json"),
+    type=click.Choice(["md", "csv", "json"]),
     default="md",
     help="Format of the tables.  [default: md]",
 )
@@ -326,7 +326,7 @@ def _list(tasks: list[Task]) -> None:
 @click.option(
     "--output",
     "-o",
-    type=Name("md", "summary", "csv", "json"),
+    type=click.Choice(["md", "summary", "csv", "json"]),
     default="md",
     help="Format of the tables.  [default: md]",
 )

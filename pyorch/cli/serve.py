@@ -31,7 +31,7 @@ from pyorch.cli.loading import (
 )
 from pyorch.cli.supervise import Child
 from pyorch.cli.terminal import note, note_if_beyond, shows_log
-from pyorch.cli.types import File, Number
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry, layer_weights
@@ -100,7 +100,7 @@ class ServerOptions:
     )
     port: int = option(
         "--port",
-        type=Number(int, 0, 65535),
+        type=click.IntRange(0, 65535),
         default=8000,
         show_default=True,
         help="Port to listen on; 0 takes any free one.",
@@ -108,7 +108,7 @@ class ServerOptions:
     parallel: int = option(
         "--parallel",
         "-np",
-        type=Number(int, 1, MAX_SEQUENCES),
+        type=click.IntRange(1, MAX_SEQUENCES),
         default=4,
         show_default=True,
         help="Answer this many requests at once, each with --ctx positions.",

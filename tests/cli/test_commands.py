@@ -135,11 +135,11 @@ WRONG_USE = {  # arguments -> what the error names
     "--attn spraq": "'spraq'",
     "-a sparq,rank=33,topk=64": "rank 33",
     "--budget ramps": "'ramps'",
-    "-ctk f15": "--cache-type-k 'f15'",
+    "-ctk f15": "--cache-type-k",
     "--ctx 5000": "context 5000",
-    "--ctx 0": "--ctx 0",
-    "--threads 513": "--threads 513",
-    "--temp -0.1": "--temp -0.1",
+    "--ctx 0": "--ctx",
+    "--threads 513": "--threads",
+    "--temp -0.1": "--temp",
     "--frobnicate": "--frobnicate",
 }
 

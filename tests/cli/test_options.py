@@ -80,7 +80,7 @@ def test_a_variable_may_have_blanks(
     [
         ("SPARQ_BENCH_MODEL", "/none", "bench", "/none"),
         ("SPARQ_EVAL_RATIO", "9", "eval repetition -m x", "ratio 9"),
-        ("SPARQ_EVAL_TABLE_OUTPUT", "xml", "eval table .", "--output 'xml'"),
+        ("SPARQ_EVAL_TABLE_OUTPUT", "xml", "eval table .", "xml"),
         ("SPARQ_CHAT_JSON", "maybe", "chat -m x", "maybe"),
         ("SPARQ_MODEL", "/none", "explain", "/none"),
     ],
@@ -121,12 +121,12 @@ def test_the_line_wins_over_variables(
 
 def test_squad_may_take_as_many_paragraphs_as_fit() -> None:
     def chosen(text: str) -> object:
-        kind = NumberOr("fit", int, 0)
+        kind = NumberOr("fit", 0)
         examples = evaluate.ExampleOptions(confusion=kind.convert(text, None, None))
         return evaluate._setup(evaluate.MethodOptions(), examples)["confusion"]
 
     assert (chosen("fit"), chosen("63"), chosen("0")) == (None, 63, 0)
-    with pytest.raises(SparqError, match="'fits' is not a whole number"):
+    with pytest.raises(click.BadParameter, match="'fits'"):
         chosen("fits")
 
 
