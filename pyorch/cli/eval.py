@@ -14,7 +14,7 @@ from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import given_on_command_line, option, several, takes
-from pyorch.cli.loading import placement, prepare
+from pyorch.cli.loading import placement, prepare, session_options
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
 from pyorch.cli.types import SOME_POSITIONS, THREADS, File, NumberOr, Ratio
 from pyorch.errors import SparqError
@@ -22,7 +22,7 @@ from pyorch.models.geometry import geometry
 from pyorch.progress import progress_bar, say
 
 if TYPE_CHECKING:
-    from pyorch.engine import Document, SessionOptions
+    from pyorch.engine import Document
     from pyorch.evals.task import Task
     from pyorch.policies import Method
 
@@ -179,7 +179,6 @@ def run(
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
     from pyorch.engine import document_file
-    from pyorch.engine.settings import layers_away
     from pyorch.evals import run as evaluate
     from pyorch.evals import table
 
@@ -188,10 +187,7 @@ def run(
         options, load = _for_document(document, options, load)
     methods, setup = _methods(options), _setup(options, examples)
     data = _data(examples.data, tasks)
-    session: SessionOptions = {"n_ctx": options.ctx, "n_threads": options.threads}
-    session |= {"type_k": load.cache.cache_type_k, "type_v": load.cache.cache_type_v}
-    session |= {"n_away": layers_away(load.rpc.workers, load.n_gpu_layers)}
-    session |= {"rope": load.rope.settings()}
+    session = session_options(None, opt.ContextOptions(options.ctx, options.threads), load)
     file, _ = prepare(name, options.yes, session)
     if document:
         setup["document"], _ = document_file.content(document)

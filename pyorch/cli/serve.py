@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,8 +152,9 @@ def command(
 
     _check_more(more)
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
+    swa_full = any(word.replace("_", "-") == "--swa-full" for word in more)
     options = session_options(attention.spec(), context, load, server.parallel)
-    options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
+    options = replace(options, swa_full=swa_full)
     documents = [document_file.named(name) for name in document_names]
     with supervise.reserved(server.host, server.port) as (address, port):
         if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
