@@ -74,7 +74,7 @@ class MemoryCase:
     )
     n_depth: int = depths("131072")
     card: float = from_option(
-        option("--card", type=Number(float, 0), default=0, help="GiB of a card that is filled."),
+        option("--card", type=Number(0), default=0, help="GiB of a card that is filled."),
         to=lambda given: NO_CARD if given.n_gpu_layers == 0 else given.card,
     )
     threads: int = from_option(
@@ -98,7 +98,7 @@ class MemoryCase:
 OPTIONS = (
     click.option("-fa", "--flash-attn", type=Numbers(0, 1), default="1,0", help="Of stock."),
     click.option("--prompts", is_flag=True, help="Time prompts alone."),
-    click.option("-ngl", "--n-gpu-layers", type=Number(int, 0, 0), help="0: without a GPU."),
+    click.option("-ngl", "--n-gpu-layers", type=click.IntRange(0, 0), help="0: without a GPU."),
     specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
 )
 

@@ -22,7 +22,6 @@ import numpy as np
 from pyorch import engine, paths
 from pyorch.cli.bench import measurement
 from pyorch.cli.terminal import note
-from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 
 OURS, OFF = "sparq,ratio=1/8", "off"
@@ -30,8 +29,8 @@ OURS, OFF = "sparq,ratio=1/8", "off"
 
 @click.command("gpu_real_text", context_settings=measurement.SETTINGS)
 @measurement.MODEL
-@click.option("--n-prompt", type=Number(int, 2), default=32000, show_default=True)
-@click.option("-n", "--n-gen", type=Number(int, 1), default=64, show_default=True)
+@click.option("--n-prompt", type=click.IntRange(2), default=32000, show_default=True)
+@click.option("-n", "--n-gen", type=click.IntRange(1), default=64, show_default=True)
 def command(model: Path, n_prompt: int, n_gen: int) -> None:
     """Compare tokens after a long text, weights on a GPU and K and V in memory, with the CPU's."""
     pages = [paths.REPOSITORY / "README.md", *sorted((paths.REPOSITORY / "docs").glob("*.md"))]

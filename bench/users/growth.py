@@ -21,13 +21,12 @@ from pyorch.bench.records import Record
 from pyorch.cli.bench import speed
 from pyorch.cli.bench.measurement import Given
 from pyorch.cli.bench.speed import SpeedCase
-from pyorch.cli.types import Number
 from pyorch.errors import SparqError
 from pyorch.table import markdown
 
 DEPTHS = [4096, 8192, 16384, 32768, 65536]
 ROUNDS = click.option(
-    "--rounds", type=Number(int, 1), default=5, show_default=True, help="Rounds of all depths."
+    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of all depths."
 )
 OPTIONS = tuple(x for x in speed.MEASUREMENT.options if x not in (speed.REPETITIONS, speed.OUTPUT))
 

@@ -6,7 +6,6 @@ import shlex
 
 import click
 
-from pyorch.cli.types import Number
 from pyorch.progress import say
 
 
@@ -25,7 +24,7 @@ from pyorch.progress import say
     " here, none with --portable]",
 )
 @click.option(
-    "--jobs", type=Number(int, 1), help="Compilers that run at once.  [default: one per core]"
+    "--jobs", type=click.IntRange(1), help="Compilers that run at once.  [default: one per core]"
 )
 @click.option("--force", is_flag=True, help="Build again from scratch.")
 @click.option("--env", is_flag=True, help="Print the variables that make other programs use it.")

@@ -15,7 +15,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
 from pyorch.cli.loading import find_model, model_path, open_session
 from pyorch.cli.terminal import note
-from pyorch.cli.types import File, Name, Number, Ratio
+from pyorch.cli.types import File, Ratio
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
 from pyorch.progress import progress_bar, say
@@ -44,7 +44,7 @@ class SearchOptions:
     )
     shadow: str = option(
         "--shadow",
-        type=Name(*SHADOWS),
+        type=click.Choice(SHADOWS),
         default="q4",
         help="Type of the transposed K.  [default: q4]",
     )
@@ -53,13 +53,13 @@ class SearchOptions:
     )
     contexts: int | None = option(
         "--contexts",
-        type=Number(int, 1, MAX_SEQUENCES),
+        type=click.IntRange(1, MAX_SEQUENCES),
         help="Parts of the text to decode in; six of them decide, the others search."
         "  [default: 10; 8 for a model of 2 GB and more]",
     )
     tokens: int | None = option(
         "--tokens",
-        type=Number(int, 1, 10_000),
+        type=click.IntRange(1, 10_000),
         help="Tokens per context.  [default: 64 below 30 MB, 16 below 2 GB, else 32]",
     )
 

@@ -24,7 +24,7 @@ from pyorch.cli.loading import model_title, open_session
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import File, Number, Text
+from pyorch.cli.types import File, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
 from pyorch.text_file import decoded, raw_lines, read_text
@@ -59,7 +59,7 @@ ROLES = ("system", "user", "assistant")
 @opt.model_options
 @click.option("--system", type=Text(), metavar="TEXT", help="System message.")
 @click.option(
-    "-n", "--tokens", type=Number(int, 1), help="Generate at most this many tokens per reply."
+    "-n", "--tokens", type=click.IntRange(1), help="Generate at most this many tokens per reply."
 )
 @click.option(
     "--resume", type=File(), metavar="FILE", help="Continue a conversation written by /save."

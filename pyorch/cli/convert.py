@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyorch.cli.terminal import confirm, note
-from pyorch.cli.types import File, Name
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.models.convert import OUTTYPES
 from pyorch.progress import Say, progress_bar, say
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--outtype",
-    type=Name(*OUTTYPES),
+    type=click.Choice(OUTTYPES),
     default="auto",
     show_default=True,
     help="Type of the weights; auto is the 16-bit type that loses least.",

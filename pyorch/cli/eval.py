@@ -14,15 +14,15 @@ from pyorch.attention import line
 from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.cli import options as opt
 from pyorch.cli.groups import given_on_command_line, option, several, takes
-from pyorch.cli.loading import placement, prepare
+from pyorch.cli.loading import placement, prepare, session_options
 from pyorch.cli.terminal import note, note_if_beyond, note_if_busy
-from pyorch.cli.types import SOME_POSITIONS, THREADS, File, Name, Number, NumberOr, Ratio
+from pyorch.cli.types import SOME_POSITIONS, THREADS, File, NumberOr, Ratio
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.progress import progress_bar, say
 
 if TYPE_CHECKING:
-    from pyorch.engine import Document, SessionOptions
+    from pyorch.engine import Document
     from pyorch.evals.task import Task
     from pyorch.policies import Method
 
@@ -63,13 +63,13 @@ class MethodOptions:
         "--exact", is_flag=True, help=f"Keep the ratio at any length: adds {BOUNDS}."
     )
     n: int = option(
-        "-n", type=Number(int, 1), default=100, show_default=True, help="Examples per task."
+        "-n", type=click.IntRange(1), default=100, show_default=True, help="Examples per task."
     )
     ctx: int = option(
         "--ctx", type=SOME_POSITIONS, default=2048, show_default=True, help="Positions per example."
     )
     seed: int = option(
-        "--seed", type=Number(int, 0), default=1, show_default=True, help="Seed of the examples."
+        "--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the examples."
     )
     threads: int | None = option(
         "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
@@ -106,14 +106,14 @@ class ExampleOptions:
     )
     confusion: int | str = option(
         "--confusion",
-        type=NumberOr("fit", int, 0),
+        type=NumberOr("fit", 0),
         default=7,
         metavar="N|fit",
         help="Confusion contexts of squad; fit takes as many as fit --ctx.  [default: 7]",
     )
     questions: int = option(
         "--questions",
-        type=Number(int, 1),
+        type=click.IntRange(1),
         default=1,
         help="Questions of squad and repetition about one text.  [default: 1]",
     )
@@ -124,7 +124,7 @@ class ExampleOptions:
     )
     depths: int = option(
         "--depths",
-        type=Number(int, 1),
+        type=click.IntRange(1),
         default=11,
         help="Number of depths of needle.  [default: 11]",
     )
@@ -142,7 +142,7 @@ class ExampleOptions:
 @click.option(
     "--output",
     "-o",
-    type=Name("md", "csv", "json"),
+    type=click.Choice(["md", "csv", "json"]),
     default="md",
     help="Format of the tables.  [default: md]",
 )
@@ -179,7 +179,6 @@ def run(
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
     from pyorch.engine import document_file
-    from pyorch.engine.settings import layers_away
     from pyorch.evals import run as evaluate
     from pyorch.evals import table
 
@@ -188,10 +187,7 @@ def run(
         options, load = _for_document(document, options, load)
     methods, setup = _methods(options), _setup(options, examples)
     data = _data(examples.data, tasks)
-    session: SessionOptions = {"n_ctx": options.ctx, "n_threads": options.threads}
-    session |= {"type_k": load.cache.cache_type_k, "type_v": load.cache.cache_type_v}
-    session |= {"n_away": layers_away(load.rpc.workers, load.n_gpu_layers)}
-    session |= {"rope": load.rope.settings()}
+    session = session_options(None, opt.ContextOptions(options.ctx, options.threads), load)
     file, _ = prepare(name, options.yes, session)
     if document:
         setup["document"], _ = document_file.content(document)
@@ -326,7 +322,7 @@ def _list(tasks: list[Task]) -> None:
 @click.option(
     "--output",
     "-o",
-    type=Name("md", "summary", "csv", "json"),
+    type=click.Choice(["md", "summary", "csv", "json"]),
     default="md",
     help="Format of the tables.  [default: md]",
 )

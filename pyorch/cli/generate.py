@@ -14,7 +14,7 @@ from pyorch.cli.loading import open_document, open_session
 from pyorch.cli.summary import summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, template_options
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import File, Number, Text
+from pyorch.cli.types import File, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
 from pyorch.text_file import decoded, read_text
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "-n",
     "--tokens",
-    type=Number(int, 1),
+    type=click.IntRange(1),
     default=128,
     show_default=True,
     help="Generate at most this many tokens.",

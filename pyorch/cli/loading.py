@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -99,8 +100,8 @@ def prepare(
 
     file = find_model(name, yes, tools)
     for document in documents:
-        _make_room(options, document, file)
-    settings = settings_for(file, **options)
+        options = _with_room(options, document, file)
+    settings = settings_for(file, options)
     native.built(tools=tools)
     return file, settings
 
@@ -138,18 +139,18 @@ def session_options(
     n_sequences: int = 1,
 ) -> SessionOptions:
     """The options of a session, in the engine's form."""
-    from pyorch.engine.settings import layers_away
+    from pyorch.engine.settings import SessionOptions, layers_away
 
-    return {
-        "n_ctx": context.ctx,
-        "n_threads": context.threads,
-        "type_k": load.cache.cache_type_k,
-        "type_v": load.cache.cache_type_v,
-        "attention": attention,
-        "rope": load.rope.settings(),
-        "n_sequences": n_sequences,
-        "n_away": layers_away(load.rpc.workers, load.n_gpu_layers),
-    }
+    return SessionOptions(
+        n_ctx=context.ctx,
+        n_threads=context.threads,
+        type_k=load.cache.cache_type_k,
+        type_v=load.cache.cache_type_v,
+        attention=attention,
+        rope=load.rope.settings(),
+        n_sequences=n_sequences,
+        n_away=layers_away(load.rpc.workers, load.n_gpu_layers),
+    )
 
 
 def placement(load: LoadOptions) -> Placement:
@@ -187,18 +188,21 @@ def _lost(reason: str) -> NoReturn:
     os._exit(1)
 
 
-def _make_room(options: SessionOptions, document: Document, file: GGUFFile) -> None:
-    """Change the options of a session to what a document needs, but for those that were given."""
+def _with_room(options: SessionOptions, document: Document, file: GGUFFile) -> SessionOptions:
+    """The options of a session with what a document needs, but for those that were given."""
     from pyorch.engine import DEFAULT_CTX
 
     needed = document.n_tokens + REPLY_ROOM
     if not given_on_command_line(["ctx"]):
         trained = geometry(file).n_ctx_train
-        limit = needed if options["rope"] else trained or needed
+        limit = needed if options.rope else trained or needed
         least = max(min(needed, limit), document.n_tokens)
-        options["n_ctx"] = max(options["n_ctx"] or min(DEFAULT_CTX, limit), least)
+        n_ctx = max(options.n_ctx or min(DEFAULT_CTX, limit), least)
+        options = replace(options, n_ctx=n_ctx)
     if not given_on_command_line(["cache_type_k", "cache_type_v"]):
-        options["type_k"], options["type_v"] = document.types
+        type_k, type_v = document.types
+        options = replace(options, type_k=type_k, type_v=type_v)
+    return options
 
 
 def on_gpu(load: LoadOptions) -> bool:
@@ -267,8 +271,8 @@ def open_session(
     `prepare` gives it for documents."""
     from pyorch import engine
 
-    options = session_options(attention, context, load, n_sequences)
-    options["n_mapped"] = min((d.n_tokens for d in documents), default=0)  # one of them is open
+    n_mapped = min((d.n_tokens for d in documents), default=0)  # one of them is open
+    options = replace(session_options(attention, context, load, n_sequences), n_mapped=n_mapped)
     file, settings = prepare(model.model, model.yes, options, documents=documents)
     note_if_weights_exceed(file, settings, load)
     card = _card(model.model, file.path) if attention is None else None

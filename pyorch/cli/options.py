@@ -23,7 +23,6 @@ from pyorch.cli.types import (
     THREADS,
     Endpoint,
     File,
-    Name,
     Number,
     Ratio,
     Text,
@@ -95,14 +94,14 @@ class CacheOptions:
     cache_type_k: str = option(
         "-ctk",
         "--cache-type-k",
-        type=Name(*CACHE_TYPES),
+        type=click.Choice(CACHE_TYPES),
         default="f16",
         help="Type of K in the cache.  [default: f16]",
     )
     cache_type_v: str = option(
         "-ctv",
         "--cache-type-v",
-        type=Name(*CACHE_TYPES),
+        type=click.Choice(CACHE_TYPES),
         default="f16",
         help="Type of V in the cache.  [default: f16]",
     )
@@ -114,7 +113,7 @@ class RopeOptions:
 
     rope_scaling: str | None = option(
         "--rope-scaling",
-        type=Name(*ROPE_SCALING),
+        type=click.Choice(ROPE_SCALING),
         help="How to stretch a context beyond the training.  [default: the model's own]",
     )
     rope_scale: float | None = option(
@@ -138,7 +137,7 @@ class RopeOptions:
 def numa_option() -> Any:
     return option(
         "--numa",
-        type=Name(*NUMA),
+        type=click.Choice(NUMA),
         help="Placement on NUMA nodes, as in llama.cpp.",
     )
 
@@ -182,7 +181,7 @@ class RpcOptions:
     tensor_split: list[float] = several(
         "-ts",
         "--tensor-split",
-        of=Number(float, 0),
+        of=Number(0),
         text="How they share the layers, say 3,1.  [default: as their free memory]",
     )
 
@@ -252,7 +251,7 @@ class AttentionOptions:
     ratio: float | None = ratio_option("all")
     budget: str | None = option(
         "--budget",
-        type=Name(*BUDGETS),
+        type=click.Choice(BUDGETS),
         help="Spread of the bytes over the layers; flat reads about the same amount at any length."
         "  [default: uniform]",
     )
@@ -290,7 +289,7 @@ class SamplingOptions:
     """The settings of sampling, by llama.cpp's names."""
 
     temp: float | None = option(
-        "--temp", type=Number(float, 0), help="Temperature of sampling; 0 is greedy."
+        "--temp", type=Number(0), help="Temperature of sampling; 0 is greedy."
     )
     top_k: int = option(
         "--top-k",
@@ -301,27 +300,27 @@ class SamplingOptions:
     )
     top_p: float = option(
         "--top-p",
-        type=Number(float, 0, 1),
+        type=Number(0, 1),
         default=0.95,
         show_default=True,
         help="Sample from the likeliest tokens with this total probability.",
     )
     min_p: float = option(
         "--min-p",
-        type=Number(float, 0, 1),
+        type=Number(0, 1),
         default=0.05,
         show_default=True,
         help="Drop tokens below this share of the best one's probability.",
     )
     repeat_penalty: float = option(
         "--repeat-penalty",
-        type=Number(float, 1e-3, 1e3),
+        type=Number(1e-3, 1e3),
         default=1.0,
         help="Make the last 64 tokens less likely by this factor.  [default: 1, no change]",
     )
     seed: int | None = option(
         "--seed",
-        type=Number(int, 0, 2**32 - 1),
+        type=click.IntRange(0, 2**32 - 1),
         help="Seed of sampling.  [default: a new one each time]",
     )
     stop: Sequence[str] = option(

@@ -112,9 +112,9 @@ def command(
         n = len(reading.tokens(in_memory, template))
         # the context that it will be opened in: some models rotate by another table in a long one
         whole = -(-max(n + REPLY_ROOM, engine.DEFAULT_CTX) // CELLS) * CELLS
-        options["n_ctx"] = max(n, min(whole, in_memory.geometry.n_ctx_train or whole))
+        n_ctx = max(n, min(whole, in_memory.geometry.n_ctx_train or whole))
         with (
-            in_memory.session(**options) as session,
+            in_memory.session(**{**vars(options), "n_ctx": n_ctx}) as session,
             progress_bar("reading", of="tokens", off_terminal=say) as progress,
         ):
             document = engine.read_document(

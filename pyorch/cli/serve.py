@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from pyorch.cli.loading import (
 )
 from pyorch.cli.supervise import Child
 from pyorch.cli.terminal import note, note_if_beyond, shows_log
-from pyorch.cli.types import File, Number
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry, layer_weights
@@ -100,7 +100,7 @@ class ServerOptions:
     )
     port: int = option(
         "--port",
-        type=Number(int, 0, 65535),
+        type=click.IntRange(0, 65535),
         default=8000,
         show_default=True,
         help="Port to listen on; 0 takes any free one.",
@@ -108,7 +108,7 @@ class ServerOptions:
     parallel: int = option(
         "--parallel",
         "-np",
-        type=Number(int, 1, MAX_SEQUENCES),
+        type=click.IntRange(1, MAX_SEQUENCES),
         default=4,
         show_default=True,
         help="Answer this many requests at once, each with --ctx positions.",
@@ -152,8 +152,9 @@ def command(
 
     _check_more(more)
     keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
+    swa_full = any(word.replace("_", "-") == "--swa-full" for word in more)
     options = session_options(attention.spec(), context, load, server.parallel)
-    options["swa_full"] = any(word.replace("_", "-") == "--swa-full" for word in more)
+    options = replace(options, swa_full=swa_full)
     documents = [document_file.named(name) for name in document_names]
     with supervise.reserved(server.host, server.port) as (address, port):
         if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):

@@ -14,7 +14,7 @@ import click
 
 from pyorch.cli.groups import option, takes
 from pyorch.cli.terminal import note
-from pyorch.cli.types import File, Name
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TemplateOptions:
     reasoning: str | None = option(
         "-rea",
         "--reasoning",
-        type=Name("on", "off", "auto"),
+        type=click.Choice(["on", "off", "auto"]),
         help="Let the model think before it replies, where its chat template has that switch."
         "  [default: auto, what the template does by itself]",
     )

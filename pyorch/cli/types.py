@@ -5,6 +5,7 @@ A wrong value is refused in one line that names the option, with a hint in a sec
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
@@ -13,7 +14,7 @@ import click
 
 from pyorch import paths
 from pyorch.attention.spec import parse_ratio
-from pyorch.errors import SparqError, nearest
+from pyorch.errors import SparqError
 from pyorch.ggml import MAX_THREADS
 from pyorch.models.geometry import MAX_LAYERS
 from pyorch.text_file import decoded
@@ -79,61 +80,32 @@ class Ratio(click.ParamType):
         return value if isinstance(value, float) else parse_ratio(str(value))
 
 
-class Number(click.ParamType):
-    """A number with bounds."""
+class Number(click.FloatRange):
+    """click's, which would take NaN, and infinity where nothing bounds it."""
 
-    def __init__(
-        self, kind: type[int] | type[float], low: float, high: float = float("inf")
-    ) -> None:
-        self.kind, self.low, self.high = kind, low, high
-        self.name = "integer" if kind is int else "number"
-
-    def convert(self, value: object, param: Param, ctx: Context) -> float:
-        option, what = _name_of(param), "a whole number" if self.kind is int else "a number"
-        try:
-            number = self.kind(str(value))
-        except ValueError:
-            raise SparqError(f"{option} {value!r} is not {what}", exit_code=2) from None
-        if not self.low <= number <= self.high:
-            bound = f"at least {self.low}"
-            bound += f" and at most {self.high}" if self.high < float("inf") else ""
-            raise SparqError(f"{option} {value} is out of range", f"it is {bound}", exit_code=2)
+    def convert(self, value: Any, param: Param, ctx: Context) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
 
-class NumberOr(Number):
-    """A number, or one word in its place."""
+class NumberOr(click.IntRange):
+    """A whole number, or one word in its place."""
 
-    def __init__(self, word: str, kind: type[int] | type[float], low: float) -> None:
-        super().__init__(kind, low)
+    def __init__(self, word: str, low: int) -> None:
+        super().__init__(low)
         self.word = word
 
-    def convert(self, value: object, param: Param, ctx: Context) -> Any:
+    def convert(self, value: Any, param: Param, ctx: Context) -> Any:
         return value if value == self.word else super().convert(value, param, ctx)
 
 
-THREADS = Number(int, 1, MAX_THREADS)
-LAYERS = Number(int, 1, MAX_LAYERS)
-POSITIONS = Number(int, 0, 10**9)  # the library's limit
-SOME_POSITIONS = Number(int, 1, 10**9)
-POSITIVE = Number(float, 1e-9, 1e9)
-
-
-class Name(click.ParamType):
-    """One of a few names; for a wrong one the error suggests the nearest."""
-
-    name = "name"
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def convert(self, value: object, param: Param, ctx: Context) -> str:
-        if value not in self.names:
-            raise nearest(_name_of(param, "name"), str(value), self.names)
-        return str(value)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return f"[{'|'.join(self.names)}]"
+THREADS = click.IntRange(1, MAX_THREADS)
+LAYERS = click.IntRange(1, MAX_LAYERS)
+POSITIONS = click.IntRange(0, 10**9)  # the library's limit
+SOME_POSITIONS = click.IntRange(1, 10**9)
+POSITIVE = Number(1e-9, 1e9)
 
 
 class Several(click.ParamType):
@@ -168,8 +140,8 @@ class Numbers(click.ParamType):
     name = "list"
     _part = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
 
-    def __init__(self, low: int = 0, high: float = float("inf")) -> None:
-        self.number = Number(int, low, high)
+    def __init__(self, low: int = 0, high: int | None = None) -> None:
+        self.number: click.ParamType = click.IntRange(low, high)
 
     def convert(self, value: object, param: Param, ctx: Context) -> list[int]:
         if isinstance(value, list):
@@ -186,8 +158,8 @@ class Numbers(click.ParamType):
                 "512, first-last, first-last+step or first-last*mult",
                 exit_code=2,
             )
-        first = int(self.number.convert(match[1], param, None))
-        last = int(self.number.convert(match[2] or match[1], param, None))
+        first = self.number.convert(match[1], param, None)
+        last = self.number.convert(match[2] or match[1], param, None)
         if last < first:
             raise SparqError(f"{option} {part!r} ends before it begins", exit_code=2)
         step, out = int(match[4] or 1), [first]

@@ -13,7 +13,7 @@ from pyorch.cli import options as opt
 from pyorch.cli.groups import option, takes
 from pyorch.cli.supervise import Child, reserved
 from pyorch.cli.terminal import note, shows_log
-from pyorch.cli.types import THREADS, Number
+from pyorch.cli.types import THREADS
 from pyorch.engine import machines, usable_cores
 from pyorch.errors import SparqError
 from pyorch.text import human_bytes
@@ -30,7 +30,7 @@ class ListenOptions:
     )
     port: int = option(
         "--port",
-        type=Number(int, 1, 65535),
+        type=click.IntRange(1, 65535),
         default=machines.PORT,
         show_default=True,
         help="Port to listen on.",

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
@@ -18,9 +18,6 @@ from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
 from pyorch.models.memory import available_memory, weight_bytes
 from pyorch.progress import Progress
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Placement(TypedDict, total=False):
@@ -35,10 +32,6 @@ class Placement(TypedDict, total=False):
     repack: bool
 
 
-class LoadOptions(Placement, SessionOptions, total=False):
-    """Those of a model and of its session."""
-
-
 def load(
     path: str | os.PathLike[str] | GGUFFile,
     *,
@@ -46,7 +39,7 @@ def load(
     stock: bool = False,
     progress: Progress | None = None,
     settings: Settings | None = None,
-    **options: Unpack[LoadOptions],
+    **options: Any,
 ) -> Session:
     """Load a model and make one session, which closes the model when it is closed.
 
@@ -62,11 +55,11 @@ def load(
         SparqError: something is wrong with the file, the sizes or the library.
     """
     place: Any = {k: v for k, v in options.items() if k in Placement.__optional_keys__}
-    of_session: Any = {k: v for k, v in options.items() if k not in place}
+    of_session = {k: v for k, v in options.items() if k not in place}
     away = layers_away(place.get("workers", ()), place.get("n_gpu_layers"))
-    of_session.setdefault("n_away", away)
+    session_options = SessionOptions(**{"n_away": away, **of_session})
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
-    settings = settings or settings_for(file, **of_session)
+    settings = settings or settings_for(file, session_options)
     place["repack"] = place.get("repack", True) and not settings.lacking
     model = load_model(file, stock=stock, progress=progress, **place)
     try:

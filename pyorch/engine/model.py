@@ -6,7 +6,7 @@ import statistics
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pyorch.attention.placement import MARGIN
 from pyorch.engine import sparse
@@ -18,8 +18,6 @@ from pyorch.models.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     import ctypes
-
-    from typing_extensions import Unpack
 
 
 class Model:
@@ -49,9 +47,7 @@ class Model:
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
-    def session(
-        self, *, watch: Watcher | None = None, **options: Unpack[SessionOptions]
-    ) -> Session:
+    def session(self, *, watch: Watcher | None = None, **options: Any) -> Session:
         """Make a context of this model, with an empty cache.
 
         Args:
@@ -61,7 +57,7 @@ class Model:
         Raises:
             SparqError: the settings do not fit the model, or need too much memory.
         """
-        return Session(self, settings_for(self.file, **options), watch)
+        return Session(self, settings_for(self.file, SessionOptions(**options)), watch)
 
     def close(self) -> None:
         """Free the sessions that are still open, then the model."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
 
 from pyorch.attention.bytes import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
 from pyorch.attention.placement import Cache
@@ -90,9 +89,9 @@ class Rope:
         return out
 
 
-class SessionOptions(TypedDict, total=False):
-    """The settings of a session, as keywords of `load`, `Model.session` and others;
-    `settings_for` has the defaults.
+@dataclass(frozen=True)
+class SessionOptions:
+    """The settings of a session; its fields are keywords of `load` and `Model.session`.
 
     n_ctx           its positions; None takes what the model was trained on, at most 8192. More than
                     the model was trained on needs a `rope`
@@ -114,18 +113,18 @@ class SessionOptions(TypedDict, total=False):
                     programs do
     """
 
-    n_ctx: int | None
-    n_threads: int | None
-    n_batch: int | None
-    type_k: str
-    type_v: str
-    flash_attn: bool
-    attention: AttentionSpec | str | None
-    rope: Rope | None
-    n_sequences: int
-    n_mapped: int
-    n_away: int | None
-    swa_full: bool
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    n_batch: int | None = None
+    type_k: str = "f16"
+    type_v: str = "f16"
+    flash_attn: bool = True
+    attention: AttentionSpec | str | None = None
+    rope: Rope | None = None
+    n_sequences: int = 1
+    n_mapped: int = 0
+    n_away: int | None = 0
+    swa_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,44 +169,29 @@ class Settings:
         return params
 
 
-def settings_for(
-    file: GGUFFile,
-    *,
-    n_ctx: int | None = None,
-    n_threads: int | None = None,
-    n_batch: int | None = None,
-    type_k: str = "f16",
-    type_v: str = "f16",
-    flash_attn: bool = True,
-    attention: AttentionSpec | str | None = None,
-    rope: Rope | None = None,
-    n_sequences: int = 1,
-    n_mapped: int = 0,
-    n_away: int | None = 0,
-    swa_full: bool = False,
-) -> Settings:
-    """The settings of a context for this model, from those that `SessionOptions` explains.
+def settings_for(file: GGUFFile, options: SessionOptions) -> Settings:
+    """The settings of a context for this model.
 
     Raises:
         SparqError: they do not fit the model, or its cache does not fit the memory.
     """
-    for name, value in (("n_threads", n_threads), ("n_batch", n_batch)):
+    o, geo, rope = options, geometry(file), options.rope or Rope()
+    for name, value in (("n_threads", o.n_threads), ("n_batch", o.n_batch)):
         if value is not None and value < 1:
             raise SparqError(f"{name} {value} is below 1", "leave it out for the default", 2)
-    geo, rope = geometry(file), rope or Rope()
-    n_ctx = context_size(geo, n_ctx, rope)
-    types = cache_type(type_k), cache_type(type_v)
-    spec = attention_for(attention, file.path, geo) if attention is not None else None
-    n_batch = min(n_batch or batch_size(n_ctx), n_ctx)
+    n_ctx = context_size(geo, o.n_ctx, rope)
+    types = cache_type(o.type_k), cache_type(o.type_v)
+    spec = attention_for(o.attention, file.path, geo) if o.attention is not None else None
+    n_batch = min(o.n_batch or batch_size(n_ctx), n_ctx)
     shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    share = 1 - min(geo.n_layer if n_away is None else n_away, geo.n_layer) / max(geo.n_layer, 1)
-    kv = n_sequences * cache_bytes(geo, n_ctx, *types, None if swa_full else n_batch)
-    kv -= mapped_bytes(geo, min(n_mapped, n_ctx), *types)
-    left = check_memory(file, int(share * kv), int(share * n_sequences * shadow), share)
-    n_threads = min(n_threads or usable_cores(), MAX_THREADS)
-    return Settings(
-        n_ctx, n_threads, n_batch, types, flash_attn, spec, rope, n_sequences, swa_full, left
-    )
+    away = geo.n_layer if o.n_away is None else min(o.n_away, geo.n_layer)
+    share = 1 - away / max(geo.n_layer, 1)
+    kv = o.n_sequences * cache_bytes(geo, n_ctx, *types, None if o.swa_full else n_batch)
+    kv -= mapped_bytes(geo, min(o.n_mapped, n_ctx), *types)
+    left = check_memory(file, int(share * kv), int(share * o.n_sequences * shadow), share)
+    n_threads = min(o.n_threads or usable_cores(), MAX_THREADS)
+    sizes = n_ctx, n_threads, n_batch
+    return Settings(*sizes, types, o.flash_attn, spec, rope, o.n_sequences, o.swa_full, left)
 
 
 def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pyorch import engine, policies
 from pyorch.attention.saved import resolve
@@ -22,9 +22,6 @@ from pyorch.policies import STOCK_FA0, Method
 from pyorch.policies.base import Policy
 from pyorch.policies.watch import PolicyWatch
 from pyorch.progress import Progress, silent
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # the library's counters that tables need
 _COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
@@ -74,7 +71,7 @@ class Runner:
         *,
         placement: engine.Placement | None = None,
         document: engine.Document | None = None,
-        **options: Unpack[engine.SessionOptions],
+        **options: Any,
     ) -> None:
         """
         Args:
@@ -89,14 +86,14 @@ class Runner:
         self._document = document
         python = [m for m in methods if isinstance(m, Policy)]
         native = [m for m in methods if not isinstance(m, Policy)]
-        dense: engine.SessionOptions = {**options, "attention": "off"}
+        dense = {**options, "attention": "off"}
         with ExitStack() as opened:
             loaded = opened.enter_context(engine.load_model(model, **(placement or {})))
             self.session = loaded.session(**dense)  # it also tokenises
             self._by_reader = {EXACT: self.session}
             for by in dict.fromkeys(map(reader, native)):
                 if by not in self._by_reader:
-                    kind: engine.SessionOptions = {**dense, "flash_attn": by != STOCK_FA0}
+                    kind = {**dense, "flash_attn": by != STOCK_FA0}
                     self._by_reader[by] = loaded.session(**kind)
             self._fa0 = self._by_reader.get(STOCK_FA0)
             self._watched: engine.Session | None = None

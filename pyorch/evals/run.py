@@ -85,7 +85,7 @@ def run(
         recall=any(t.reference == OFF for t in plan.tasks),
         placement=plan.placement,
         document=plan.document,
-        **plan.options,
+        **vars(plan.options),
     ) as runner:
         work: list[_Work] = []
         for i, task in enumerate(plan.tasks):
@@ -211,12 +211,12 @@ def _prepare(
         "options": {name: getattr(setup, name) for name in task.options},
         "data": file_hash(data) if data else task.data,
         "texts": texts,
-        "type_k": plan.options["type_k"],
-        "type_v": plan.options["type_v"],
+        "type_k": plan.options.type_k,
+        "type_v": plan.options.type_v,
         "read_by": plan.document.attention if plan.document else read_by,
-        "threads": plan.options["n_threads"] or engine.usable_cores(),
+        "threads": plan.options.n_threads or engine.usable_cores(),
         **_where(plan.placement),
-        **({"rope": rope.given} if (rope := plan.options["rope"]) else {}),
+        **({"rope": rope.given} if (rope := plan.options.rope) else {}),
         **({"document": f"{plan.document.text_crc:08x}"} if plan.document else {}),
     }
     case = json.loads(json.dumps(case))

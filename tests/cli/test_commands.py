@@ -121,7 +121,7 @@ WRONG_USE = {  # arguments -> what the error names
     "--attn spraq": "'spraq'",
     "-a sparq,rank=33,topk=64": "rank 33",
     "--ctx 5000": "context 5000",
-    "--threads 513": "--threads 513",
+    "--threads 513": "--threads",
 }
 
 

@@ -17,7 +17,7 @@ from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
 from pyorch.cli.options import LoadOptions
 from pyorch.engine.library import Gpu
-from pyorch.engine.settings import settings_for
+from pyorch.engine.settings import SessionOptions, settings_for
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
@@ -128,7 +128,7 @@ def test_llama_server_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = read_gguf(tiny)
-    settings = settings_for(file, n_ctx=1024, n_sequences=2, attention="sparq")
+    settings = settings_for(file, SessionOptions(n_ctx=1024, n_sequences=2, attention="sparq"))
     served = serve.Served(file, settings, "m", "127.0.0.1", 1, None, LoadOptions(), [])
     free = 0
 

@@ -136,7 +136,7 @@ def number_of(
     **more: Any,
 ) -> Any:
     """The field of a whole number. `default` is the option's, `otherwise` the field's."""
-    kind, shown = types.Number(int, low), default is not None
+    kind, shown = click.IntRange(low), default is not None
     of = option(*names, type=kind, default=default, show_default=shown, help=text or None)
     return from_option(of, default=otherwise, **more)
 

@@ -57,7 +57,7 @@ from pyorch.cli.bench.measurement import (
 from pyorch.cli.groups import several, takes
 from pyorch.cli.loading import model_path
 from pyorch.cli.terminal import confirm, note_if_beyond
-from pyorch.cli.types import THREADS, File, Files, Name, Number, Numbers, Ratio, Several
+from pyorch.cli.types import THREADS, File, Files, Numbers, Ratio, Several
 from pyorch.engine import cache_type, usable_cores
 from pyorch.engine.settings import context_size
 from pyorch.errors import SparqError
@@ -99,7 +99,7 @@ LAYERS = click.option(
 )
 QUANT = click.option(
     "--quant",
-    type=Name(*QUANTS),
+    type=click.Choice(QUANTS),
     default="q8_0",
     show_default=True,
     help="Weights of the synthetic model.",
@@ -107,7 +107,7 @@ QUANT = click.option(
 FLASH_ATTN = click.option(
     "-fa",
     "--flash-attn",
-    type=Several(Name(*_FLASH_ATTN)),
+    type=Several(click.Choice(_FLASH_ATTN)),
     multiple=True,
     default=("0,1",),
     callback=lambda _, __, lists: list(
@@ -131,7 +131,7 @@ ATTN = click.option(
 REPETITIONS = click.option(
     "-r",
     "--repetitions",
-    type=Number(int, 1),
+    type=click.IntRange(1),
     default=5,
     show_default=True,
     help="Repeat each test this many times.",
@@ -146,7 +146,7 @@ RPC = takes(rpc=opt.RpcOptions)
 OUTPUT = click.option(
     "-o",
     "--output",
-    type=Name("md", "summary", "csv", "json", "jsonl"),
+    type=click.Choice(["md", "summary", "csv", "json", "jsonl"]),
     default="md",
     show_default=True,
     help="Format of the table.",
@@ -159,7 +159,7 @@ OUTPUT = click.option(
 def _of_cache(short: str, name: str) -> Any:
     """The field of the type of K or V."""
     text = f"Type of {name.upper()} in the cache."
-    kind = Name(*CACHE_TYPES)
+    kind = click.Choice(CACHE_TYPES)
     names = (short, f"--cache-type-{name}")
     return from_option(several(*names, of=kind, default="f16", text=text), default="f16")
 
@@ -183,7 +183,7 @@ class CacheCase(Side):
         several(
             "-t",
             "--threads",
-            of=Numbers(1, THREADS.high),
+            of=Numbers(1, THREADS.max),
             text="Number of threads.  [default: all cores]",
         )
     )
