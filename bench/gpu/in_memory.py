@@ -13,8 +13,8 @@ is left out, since it has no such placement. The last row is a batch of a prompt
 positions, which llama.cpp reads on the GPU. --prompts times nothing but these, read by our PREFILL
 on the CPU too, and with K and V on the GPU, in a short batch as well: a copy of K and V takes as
 long for a few tokens as for many. With -ngl 0 weights are in memory too, no device is needed, and
-there is no prompt unless it is asked for. Each result is told when it is there: what kills a run
-takes none of them along.
+there is no prompt unless it is asked for. Each result is printed at once, so that a run that is
+killed loses none.
 """
 
 from __future__ import annotations

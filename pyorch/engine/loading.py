@@ -94,7 +94,7 @@ def load_model(
             memory, where our attention reads them on the CPU. None does so with those of as many
             layers as do not fit on GPUs of this machine when a session is made, whose
             `kv_in_memory` names them.
-        placed: called with each session of which it does.
+        placed: called with each session that keeps K and V in memory.
         workers: HOST:PORT of the other machines that hold these layers, in their order.
         tensor_split: in what proportion the GPUs, or the devices of the workers, share them; by
             default as their free memory.

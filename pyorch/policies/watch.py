@@ -46,7 +46,7 @@ class Counters:
 
 @dataclass
 class PolicyWatch:
-    """The `engine.Watch` of methods in Python. With `policy` None it looks at nothing.
+    """The `engine.Watcher` of methods in Python. With `policy` None it looks at nothing.
 
     keep_queries: capture the prompt even if the method does not need it, for later methods
     """
@@ -148,8 +148,10 @@ class PolicyWatch:
                     raise SparqError(f"{self.policy}: not for models with learned sinks")
                 if step == ATTEND and not self._after:
                     return not ask
-                if not ask:
-                    self._select(t) if step == SELECT else self._attend(t)
+                if not ask and step == SELECT:
+                    self._select(t)
+                elif not ask:
+                    self._attend(t)
                 return True
         except BaseException as error:  # noqa: BLE001
             self._error = error
