@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyorch import paths
-from pyorch.native import probe
+from pyorch.native import build, cmake, probe
 
 HEADER = paths.data("ggml_ops") / "compilers" / "amx-config.h"
 # the compiler that builds, and all others of these names that are here
@@ -88,3 +88,38 @@ def loaded(compiler: str, folder: Path, *more: str) -> list[int]:
 def test_the_whole_configuration_of_tiles_is_loaded(compiler: str, tmp_path: Path) -> None:
     """GCC 12 drops the stores of rows and columns; the first tile then ends in SIGILL."""
     assert loaded(compiler, tmp_path, "-include", str(HEADER)) == EXPECTED
+
+
+@pytest.mark.parametrize("options", [build.Options(stock=stock) for stock in (False, True)])
+@pytest.mark.parametrize("kind", ["native", "variants"])
+def test_all_builds_compile_that_file_with_the_header(
+    options: build.Options, kind: str, tmp_path: Path
+) -> None:
+    """And no other file. The variants are those of GGML_CPU_ALL_VARIANTS."""
+    names = {"native": ["ggml-cpu"], "variants": ["ggml-cpu-x64", "ggml-cpu-sapphirerapids"]}[kind]
+    src, ops = tmp_path / "src", tmp_path / "ops"
+    project = 'cmake_minimum_required(VERSION 3.14...3.28)\nproject("llama.cpp" C CXX)\n'
+    targets = [f"add_library({t} STATIC ggml-cpu/amx/mmq.cpp ggml-cpu/b.cpp)" for t in names]
+    files = {
+        "CMakeLists.txt": project + "add_subdirectory(ggml/src)\nadd_library(llama STATIC l.cpp)\n",
+        "l.cpp": "",
+        "ggml/src/CMakeLists.txt": "\n".join(["add_library(ggml-base STATIC b.c)", *targets]),
+        "ggml/src/b.c": "",
+        "ggml/src/ggml-cpu/amx/mmq.cpp": "",
+        "ggml/src/ggml-cpu/b.cpp": "",
+    }
+    for file, text in files.items():
+        (src / file).parent.mkdir(parents=True, exist_ok=True)
+        (src / file).write_text(text)
+    shutil.copytree(HEADER.parents[1], ops)
+    chain = cmake.Toolchain(probe.need_compiler(), probe.Probe((), (), {}, True))
+    argv = [cmake.tool("cmake"), "-G", "Ninja", "-S", str(src), "-B", "out"]
+    argv += ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    argv += [f"-DCMAKE_MAKE_PROGRAM={cmake.tool('ninja')}"]
+    argv += cmake._definitions(tmp_path, options, False, chain)
+    subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True)
+    lines = (tmp_path / "out" / "compile_commands.json").read_text().splitlines()
+    commands = [line for line in lines if '"command"' in line]
+    has = [line for line in commands if f"-include {ops}/compilers/amx-config.h" in line]
+    assert len(has) == len(names) and all("amx/mmq.cpp" in line for line in has)
+    assert len(commands) > len(has)
