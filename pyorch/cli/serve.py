@@ -36,6 +36,7 @@ from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry, layer_weights
 from pyorch.models.gguf_file import GGUFFile
+from pyorch.models.memory import check_more
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -327,6 +328,8 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
     free = room - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
         return {}
+    sizes = cache.layer_bytes()
+    check_more(served.file.path, "cache beside the GPU's", sum(sizes[il] for il in in_memory))
     note(gpu.in_memory_text(cache, in_memory), "yellow")
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
 
