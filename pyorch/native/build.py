@@ -82,15 +82,19 @@ def inputs(options: Options) -> dict[str, Any]:
 def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
     """The finished build for the present inputs, if there is one.
 
-    Where the machine has no compiler or no nvcc, a build by any will do.
+    Where the machine has no compiler or no nvcc, a build by any will do; and one for more kinds of
+    GPUs than are asked for.
     """
     want = inputs(options)
+    archs = set(want.pop("cuda", "").split(";"))
     if compiler := probe.find_compiler():
         want["compiler"] = compiler.version
     if not want.get("nvcc"):
         want.pop("nvcc", None)
     for folder, stamp in finished():
-        made_of = all(stamp["inputs"].get(key) == value for key, value in want.items())
+        has = stamp["inputs"]
+        made_of = all(has.get(key) == value for key, value in want.items())
+        made_of = made_of and archs <= set(has.get("cuda", "").split(";"))
         if made_of and _has(folder, tools):
             return folder
     return None
