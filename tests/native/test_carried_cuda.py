@@ -125,9 +125,13 @@ def test_where_it_cannot_be_used_the_cpu_is(
 
 @pytest.mark.parametrize(("visible", "shown"), [("", "1"), ("3,GPU-abc", "GPU-abc")])
 def test_a_gpu_that_it_has_no_code_for_is_hidden(
-    cpu: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    visible: str, shown: str,
-) -> None:  # fmt: skip
+    cpu: Path,
+    tried: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    visible: str,
+    shown: str,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(cuda, "devices", cache(lambda: ((RTX, H100), "")))
     found = native.find()
