@@ -100,6 +100,20 @@ def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
     return None
 
 
+def changes(options: Options) -> list[str]:
+    """The inputs that the last build of this kind has otherwise, such as CFLAGS."""
+    want = inputs(options)
+    if compiler := probe.find_compiler():
+        want["compiler"] = compiler.version
+    built = [stamp["inputs"] for _, stamp in finished()]
+    last = next((has for has in built if has["options"] == options.name), None)
+    if last is None:
+        return []
+    env = [(k, last["env"].get(k), want["env"].get(k)) for k in last["env"] | want["env"]]
+    other = [(k, last.get(k), value) for k, value in want.items() if k != "env"]
+    return [name for name, before, now in (*env, *other) if before != now]
+
+
 def finished() -> list[tuple[Path, dict[str, Any]]]:
     """All finished builds with their stamps, newest first."""
     folders = (paths.cache() / "lib").glob("*")
@@ -161,6 +175,7 @@ def build(
         SparqError: it could not be built; the message names the log.
         OSError: the cache cannot be written.
     """
+    paths.check_exec(paths.cache())
     chain = cmake.toolchain(options)
     jobs = jobs or default_jobs()
     want = inputs(options) | {"compiler": chain.compiler.version, "openmp": chain.found.openmp}
