@@ -87,6 +87,7 @@ _OURS = {
     "--rope-scaling": "--rope-scaling",
     "--rope-scale": "--rope-scale --rope-freq-scale",
     "--yarn-orig-ctx": "--yarn-orig-ctx",
+    "--rope-freq-base": "--rope-freq-base",
 }
 _OURS_OF = {name: ours for ours, names in _OURS.items() for name in names.split()}
 _ONE_OF_A_MODEL = re.compile(r"--(embd|fim|gpt-oss|vision)-.*-(default|spec)")  # and of its port
@@ -384,6 +385,7 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
         "--rope-scaling": rope.scaling,
         "--rope-freq-scale": rope.freq_scale,
         "--yarn-orig-ctx": rope.yarn_orig_ctx,
+        "--rope-freq-base": rope.freq_base,
         "--numa": load.numa,
         "--n-gpu-layers": load.n_gpu_layers,
         "--rpc": ",".join(load.rpc.workers) or None,

@@ -45,11 +45,13 @@ class Rope:
     scaling        how frequencies are stretched, a key of `ROPE_SCALING`
     freq_scale     a factor of the frequencies; 1/4 makes a context four times as long
     yarn_orig_ctx  the positions that the model was trained on
+    freq_base      the base of the frequencies
     """
 
     scaling: str | None = None
     freq_scale: float | None = None
     yarn_orig_ctx: int | None = None
+    freq_base: float | None = None
 
     def __post_init__(self) -> None:
         """Raises:
@@ -83,6 +85,7 @@ class Rope:
     def params(self) -> dict[str, str | float]:
         """The given settings, by the names of `llama_context_params`."""
         names = {"scaling": "rope_scaling_type", "freq_scale": "rope_freq_scale"}
+        names["freq_base"] = "rope_freq_base"
         out = {names.get(k, k): v for k, v in self.given.items()}
         if self.scaling is not None:
             out["rope_scaling_type"] = ROPE_SCALING[self.scaling]
