@@ -114,12 +114,18 @@ def expanded(name: str) -> Path:
 def locked(root: Path) -> Iterator[int]:
     """Hold `root/lock`, which is created if necessary. Yields its descriptor for child
     processes: the system releases the lock when its last holder is gone."""
+    name = root / "lock"
     root.mkdir(parents=True, exist_ok=True)
-    with (root / "lock").open("a+", encoding="utf-8") as file:
+    with name.open("a+", encoding="utf-8") as file:
         if not system.lock(file.fileno()):
             file.seek(0)
             say(f"waiting for process {file.read().strip()}")
             system.lock(file.fileno(), wait=True)
+        is_there = name.exists() and os.path.samestat(name.stat(), os.fstat(file.fileno()))
+        if not is_there:  # whoever had it has removed the folder
+            with locked(root) as lock:
+                yield lock
+            return
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

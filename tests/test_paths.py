@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -31,6 +34,26 @@ def test_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths.cache() == home / "xdg" / "sparq-cpp"
     monkeypatch.setenv("SPARQ_CACHE", "~/mine")
     assert paths.cache() == home / "mine"
+
+
+def test_a_lock_is_held_by_one_alone_though_its_folder_was_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever waited would otherwise hold a file that nobody else finds."""
+    root, held = tmp_path / "root", []
+
+    def wait() -> None:
+        with paths.locked(root):
+            held.append((root / "lock").exists())
+
+    thread = Thread(target=wait)
+    with paths.locked(root):
+        thread.start()
+        while "waiting for process" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        shutil.rmtree(root)
+    thread.join()
+    assert held == [True]
 
 
 def test_only_a_clone_keeps_records_in_itself(
