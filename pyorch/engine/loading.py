@@ -147,6 +147,24 @@ def load_model(
     return Model(ours, file, handle, on_cpu, kv_offload, on_gpu, placed, away)
 
 
+def check_loads(file: GGUFFile) -> None:
+    """Refuse a file that llama.cpp cannot load as a model. No weights are read.
+
+    Raises:
+        SparqError: it says why.
+    """
+    ours = library()
+    params = ours.lib.llama_model_default_params()
+    params.load_mode, params.no_alloc = ours.lib.LLAMA_LOAD_MODE_NONE, True
+    params.n_gpu_layers, params.use_extra_bufts = 0, False
+    with ours.call() as call:
+        handle = ours.lib.llama_model_load_from_file(os.fsencode(file.path), params)
+    if not handle:
+        raise _cannot_load(file, call.reason)
+    ours.lib.llama_model_free(handle)
+    call.raise_if_it_came()
+
+
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:
     """The function that llama.cpp calls while it loads; if it returns False, loading ends."""
 
