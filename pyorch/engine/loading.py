@@ -138,7 +138,7 @@ def load_model(
     call.raise_if_it_came()
     if not handle:
         raise _cannot_load(file, call.reason)
-    if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
+    if lib.llama_model_has_encoder(handle) or lib.llama_model_is_diffusion(handle):
         lib.llama_model_free(handle)
         raise SparqError(f"{file.path}: not a decoder-only language model")
     on_cpu = n_gpu_layers == 0 or not (workers or ours.has_gpu)
