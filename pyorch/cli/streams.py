@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from pyorch import system
 from pyorch.errors import SparqError
+from pyorch.text_file import LARGEST, decoded
 
 _NAMES = ("stdin", "stdout", "stderr")
 _closed: set[str] = set()
@@ -44,6 +45,15 @@ def stdin() -> BinaryIO:
     if "stdin" in _closed:
         raise SparqError("stdin is closed", "give it a file or a pipe: sparq-cpp ... < FILE", 2)
     return sys.stdin.buffer
+
+
+def stdin_text() -> str:
+    """The text that comes through the pipe, decoded.
+
+    Raises:
+        SparqError: the caller closed it, or it is no text.
+    """
+    return decoded(stdin().read(LARGEST + 1), "stdin")
 
 
 def _shown(error: UnicodeError) -> tuple[str | bytes, int]:
