@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from pyorch import paths
 from pyorch.cli import terminal
+from pyorch.errors import SparqError
 
 
 @pytest.fixture
@@ -55,3 +57,14 @@ def test_busy_is_a_share_of_the_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     terminal.note_if_busy()
     assert ("is busy" in capsys.readouterr().err) is busy
+
+
+def test_a_user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container with any number
+    for folder in (paths.cache, paths.documents):
+        with pytest.raises(SparqError) as error:
+            folder()
+        assert "HOME" in error.value.hint
+    monkeypatch.setenv("SPARQ_CACHE", str(home))
+    assert paths.kept_texts() == home / "texts"
