@@ -81,6 +81,8 @@ def command(
         templates.check_unused("the text is used as it is")
     with open_session(model, spec, context, load, documents=documents) as session:
         engine.check_text(session, text, session.n_ctx)
+        if file != "-" and streams.text_waits():
+            note("note: what comes through the pipe is not used: -f - would read it", "yellow")
         words, ends = _after(session, documents[0], text, templates) if documents else (text, [])
         settings = sampling.settings(0.0)
         _generate(session, words, spec, settings, tokens, [*ends, *sampling.stop], as_json=as_json)

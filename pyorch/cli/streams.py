@@ -6,6 +6,8 @@ import codecs
 import io
 import os
 import sys
+from array import array
+from contextlib import suppress
 from typing import BinaryIO
 
 from pyorch import system
@@ -54,6 +56,19 @@ def stdin_text() -> str:
         SparqError: the caller closed it, or it is no text.
     """
     return decoded(stdin().read(LARGEST + 1), "stdin")
+
+
+def text_waits() -> bool:
+    """Whether a pipe or a redirected file has text for us that nobody has read. It is not read: in
+    a loop of a shell it is for others."""
+    n = array("i", [0])
+    with suppress(ImportError, OSError, ValueError):
+        import fcntl
+        import termios
+
+        fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, n)
+        return n[0] > 0 and not sys.stdin.isatty()
+    return False
 
 
 def _shown(error: UnicodeError) -> tuple[str | bytes, int]:

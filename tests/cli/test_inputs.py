@@ -164,6 +164,19 @@ def test_names_that_are_not_utf8(tiny_chat: Path, tmp_path: Path) -> None:
     assert not kept.exists()
 
 
+def test_text_that_nobody_reads_is_told(tiny: Path, tmp_path: Path) -> None:
+    ask = ("generate", "-m", tiny, "-n", 1, "-t", 1, "-p", "hi")
+    assert b"-f -" in program(*ask, input=b"and a text").stderr
+    assert b"-f -" not in program(*ask, input=b"").stderr
+
+
+def test_a_pipe_of_a_shell_has_a_name(tiny: Path, tmp_path: Path) -> None:
+    line = f"{sys.executable} -m pyorch read -m {tiny} --plain <(echo a text)"
+    done = shell(f"bash -c '{line}'", XDG_DATA_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in tmp_path.rglob("*.kv")] == ["pipe.kv"]
+
+
 # ---- texts that are too long ----
 
 
