@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pyorch import paths
 from pyorch.cli import terminal
+from pyorch.errors import SparqError
 
 
 @pytest.fixture
@@ -78,3 +80,14 @@ def test_busy_is_a_share_of_the_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     terminal.note_if_busy()
     assert ("is busy" in capsys.readouterr().err) is busy
+
+
+def test_a_user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container with any number
+    for folder in (paths.cache, paths.documents):
+        with pytest.raises(SparqError) as error:
+            folder()
+        assert "HOME" in error.value.hint
+    monkeypatch.setenv("SPARQ_CACHE", str(home))
+    assert paths.kept_texts() == home / "texts"
