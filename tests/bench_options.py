@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from pyorch.cli.bench import measurement
+from pyorch.cli.bench.measurement import Measurement
+from pyorch.cli.groups import takes
 
 
-def given(of: measurement.Measurement, *args: str, **more: Any) -> measurement.Given:
+def options(of: Measurement, *args: str, **more: Any) -> Any:
     """The options of a measurement, parsed from a command line, with others in their place."""
 
     @click.command()
-    @measurement.with_options(of)
-    def parse(**options: Any) -> measurement.Given:
-        return measurement.Given(**options | more)
+    @takes(options=of.options)
+    def parse(options: Any) -> Any:
+        return replace(options, **more)
 
-    options: measurement.Given = parse.main(list(args), standalone_mode=False)
-    return options
+    return parse.main(list(args), standalone_mode=False)

@@ -77,7 +77,6 @@ step attention 1800 "$python" -m bench gpu_attention
 step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
 step tokens 1800 "$python" -m bench gpu_tokens
 step in-memory 170 "$python" -m bench gpu_in_memory
-step in-memory-prompts 90 "$python" -m bench gpu_in_memory --prompts --layers 4 -d 32768,131072
 if [ -n "${SPARQ_MODEL:-}" ]; then # a real model, say Qwen2.5-Coder-1.5B
     step in-memory-text 150 "$python" -m bench gpu_real_text -m "$SPARQ_MODEL"
 else

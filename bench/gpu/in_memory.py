@@ -3,17 +3,14 @@
     python -m bench gpu_in_memory                 # Llama-3-8B's geometry, 131,072
     python -m bench gpu_in_memory -d 524288 -ct q8_0 -a sparq,ratio=1/32
     python -m bench gpu_in_memory --card 24       # as a card of 24 GiB would hold
-    python -m bench gpu_in_memory --prompts --layers 4 -d 32768,131072
     python -m bench gpu_in_memory -ngl 0 --layers 4 -d 32768 -t 1,2,4,8,16   # cores alone
 
 The model is synthetic, K and V are random. llama.cpp's attention is that of our library: `off`, its
 own code, with -fa 1 and, where V can be transposed, -fa 0 in a context of its own. With --card the
 GPU takes K and V of as many layers as fit a card of that size beside the weights, and llama.cpp's
 is left out, since it has no such placement. The last row is a batch of a prompt after so many
-positions, which llama.cpp reads on the GPU. --prompts times nothing but these, read by our PREFILL
-on the CPU too, and with K and V on the GPU, in a short batch as well: a copy of K and V takes as
-long for a few tokens as for many. With -ngl 0 weights are in memory too, no device is needed, and
-there is no prompt unless it is asked for. Each result is printed at once, so that a run that is
+positions, which llama.cpp reads on the GPU. With -ngl 0 weights are in memory too, no device is
+needed, and there is no prompt. Each result is printed at once, so that a run that is
 killed loses none.
 """
 
@@ -29,24 +26,16 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.gpu.tokens import depths, layers, like, quant, random_tokens, timed
+from bench.gpu.tokens import depths, layers, like, quant, random_tokens, shared, timed
 from pyorch import engine
 from pyorch.attention import bytes as cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.bench import bandwidth, records, state
-from pyorch.bench.records import Record, Result
+from pyorch.bench.records import Record, Result, optional
 from pyorch.bench.room import Synthetic
 from pyorch.bench.turns import FLOATS, OFF
-from pyorch.cli.bench.measurement import (
-    Done,
-    Given,
-    Measurement,
-    from_option,
-    number_of,
-    settings,
-    specs,
-)
-from pyorch.cli.groups import option
+from pyorch.cli.bench.measurement import Done, Measurement, number_option, specs_option
+from pyorch.cli.groups import option, several
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
@@ -55,34 +44,46 @@ from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import weight_bytes
 from pyorch.table import markdown
 
-OURS = AttentionSpec("dense")  # of a prompt
-N_PROMPT, N_SHORT = 512, 32
-NO_CARD, ON_CARD = -1.0, -2.0
+N_PROMPT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    like: str = like("llama3-8b")
+    n_layer: int | None = layers()
+    quant: str = quant("q8_0")
+    cache: str = option("-ct", "--cache-type", default="f16", show_default=True, help="Of K and V.")
+    n_depth: list[int] = depths("131072")
+    card: float = option("--card", type=Number(0), default=0, help="GiB of a card that is filled.")
+    n_threads: list[int] = several(
+        "-t", "--threads", of=Numbers(1, MAX_THREADS), text="[default: all cores]"
+    )
+    n_gen: int = number_option("-n", "--n-gen", default=3)
+    repetitions: int = number_option("-r", "--repetitions", default=2)
+    flash_attn: list[int] = several(
+        "-fa", "--flash-attn", of=Numbers(0, 1), default="1,0", text="Of stock."
+    )
+    n_gpu_layers: int | None = option(
+        "-ngl", "--n-gpu-layers", type=click.IntRange(0, 0), help="0: without a GPU."
+    )
+    attn: tuple[AttentionSpec, ...] = specs_option(
+        "dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """card: GiB of the card that takes what fits, 0 = none of K and V; NO_CARD = nor weights;
-    ON_CARD = all of both. n_prompt: tokens of a prompt that are read, instead of a token that is
-    decoded."""
+    """A token that is decoded or, with `n_prompt`, so many tokens of a prompt that are read."""
 
-    like: str = like("llama3-8b")
-    n_layer: int = layers()
-    quant: str = quant("q8_0")
-    cache: str = from_option(
-        option("-ct", "--cache-type", default="f16", show_default=True, help="Of K and V.")
-    )
-    n_depth: int = depths("131072")
-    card: float = from_option(
-        option("--card", type=Number(0), default=0, help="GiB of a card that is filled."),
-        to=lambda given: NO_CARD if given.n_gpu_layers == 0 else given.card,
-    )
-    threads: int = from_option(
-        option("-t", "--threads", type=Numbers(1, MAX_THREADS), help="[default: all cores]")
-    )
-    # older records say neither
-    n_gen: int = number_of("-n", "--n-gen", default=3, where_given=True, otherwise=0)
-    repetitions: int = number_of("-r", "--repetitions", default=2, where_given=True, otherwise=0)
+    like: str
+    n_layer: int
+    quant: str
+    cache: str
+    n_depth: int
+    card: float | None  # GiB that K and V of some layers fill, 0 = of none; None = weights neither
+    threads: int
+    n_gen: int = optional(0)  # older records say neither this
+    repetitions: int = optional(0)  # nor this, and -1 for a card that is None
     flash: bool
     spec: AttentionSpec
     n_prompt: int = 0
@@ -90,62 +91,47 @@ class MemoryCase:
 
     @property
     def name(self) -> str:
-        ours = "ours, on the CPU" if self.n_prompt else str(self.spec)
-        what = f"stock -fa {int(self.flash)}" if self.spec == OFF else ours
+        what = f"stock -fa {int(self.flash)}" if self.spec == OFF else str(self.spec)
         return f"{what}, {self.n_prompt} tokens of a prompt" if self.n_prompt else what
 
 
-OPTIONS = (
-    click.option("-fa", "--flash-attn", type=Numbers(0, 1), default="1,0", help="Of stock."),
-    click.option("--prompts", is_flag=True, help="Time prompts alone."),
-    click.option("-ngl", "--n-gpu-layers", type=click.IntRange(0, 0), help="0: without a GPU."),
-    specs("dense", "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/32,gpu_min_mb=0"),
-)
-
-
-def groups(given: Given) -> list[list[MemoryCase]]:
-    """All settings at a depth, or all ways to read a prompt there: that with K and V on the GPU
-    loads the model again."""
-    given.threads = given.threads or [engine.usable_cores()]
-    shared, found = settings(MemoryCase, given), []
-    for depth in given.n_depth:
-        plain = MemoryCase(**shared, n_depth=depth, threads=0, flash=True, spec=OFF)
+def groups(o: MemoryOptions) -> list[list[MemoryCase]]:
+    """All settings at a depth, with each number of threads."""
+    card = None if o.n_gpu_layers == 0 else o.card
+    of = shared(o, MemoryCase) | {"card": card, "flash": True, "spec": OFF}
+    planned = []
+    for n_depth in o.n_depth:
+        plain = MemoryCase(**of | {"n_depth": n_depth}, threads=0)
         # a cache of blocks has no transposed V
-        flash = [bool(fa) for fa in given.flash_attn if fa or given.cache in FLOATS]
-        stock = [] if plain.card > 0 else [replace(plain, flash=fa) for fa in flash]
-        prompt = replace(plain, n_prompt=N_PROMPT)
-        both, has_card = [prompt, replace(prompt, n_prompt=N_SHORT)], plain.card != NO_CARD
-        ours = [replace(plain, spec=spec) for spec in given.specs]
-        alone = [[*stock, *ours, *[prompt] * has_card]]
-        if given.prompts:
-            alone = [both + [replace(case, spec=OURS) for case in both]]
-            alone += [[replace(case, card=ON_CARD) for case in both]] * has_card
-        for cases in alone:
-            found.append([replace(c, threads=n) for n in given.threads for c in cases])
-    return found
+        flash = [bool(fa) for fa in o.flash_attn if fa or o.cache in FLOATS]
+        cases = [] if card else [replace(plain, flash=fa) for fa in flash]
+        cases += [replace(plain, spec=spec) for spec in o.attn]
+        cases += [] if card is None else [replace(plain, n_prompt=N_PROMPT)]
+        threads = o.n_threads or [engine.usable_cores()]
+        planned.append([replace(case, threads=n) for n in threads for case in cases])
+    return planned
 
 
-def measure(_: Given, cases: Sequence[MemoryCase], __: Done) -> list[Result]:
+def measure(_: MemoryOptions, cases: Sequence[MemoryCase], __: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token, or per batch of a prompt.
 
     Raises:
-        SparqError: nothing ran sparse in a sparse case, or PREFILL did not in a case of it.
+        SparqError: nothing ran sparse in a sparse case.
     """
     first = cases[0]
     model = Synthetic(first.like, first.n_layer, first.quant).written()
     n_ctx = -(-(first.n_depth + N_PROMPT + first.n_gen + 2) // 256) * 256
     results: list[Result] = [{"samples_ns": [], "counters": {}} for _ in cases]
-    variables = {"SPARQ_PROMPT_ON_CPU": "1"}  # `off` is llama.cpp's all the same
-    if first.card > 0:
-        free = int(first.card * 2**30) - weight_bytes(read_gguf(model))
-        variables["SPARQ_GPU_LIMIT"] = str(max(free, 0))
     with ExitStack() as stack:
-        for name, value in variables.items():
-            os.environ[name] = value
-            stack.callback(os.environ.pop, name)
-        offload = None if first.card > 0 else first.card == ON_CARD
-        n_gpu_layers = 0 if first.card == NO_CARD else None
-        loaded = engine.load_model(model, n_gpu_layers=n_gpu_layers, kv_offload=offload)
+        if first.card:
+            free = int(first.card * 2**30) - weight_bytes(read_gguf(model))
+            os.environ["SPARQ_GPU_LIMIT"] = str(max(free, 0))
+            stack.callback(os.environ.pop, "SPARQ_GPU_LIMIT")
+        loaded = engine.load_model(
+            model,
+            n_gpu_layers=0 if first.card is None else None,
+            kv_offload=None if first.card else False,
+        )
         stack.enter_context(loaded)
         sessions = {}
         for flash in dict.fromkeys(case.flash for case in cases):
@@ -160,7 +146,7 @@ def measure(_: Given, cases: Sequence[MemoryCase], __: Done) -> list[Result]:
                 )
             )
             state.fill(s, first.n_depth)
-        stay = first.n_layer if first.card in (0, NO_CARD) else len(sessions[True].kv_in_memory)
+        stay = len(sessions[True].kv_in_memory) if first.card else first.n_layer
         note(f"{first.n_depth} positions, K and V of {stay} of {first.n_layer} layers in memory")
         rates = {n: bandwidth.measured(n) for n in dict.fromkeys(case.threads for case in cases)}
         for turn in range(first.repetitions):
@@ -172,8 +158,6 @@ def measure(_: Given, cases: Sequence[MemoryCase], __: Done) -> list[Result]:
                 samples, counters = (_prompt if case.n_prompt else timed)(s, drawn)
                 if case.spec.sparse and not counters.get("calls_sparse"):
                     raise SparqError(f"{case.spec}: no layer was sparse: {counters}")
-                if case.n_prompt and case.spec == OURS and not counters.get("calls_prefill"):
-                    raise SparqError(f"no layer's prompt was read by PREFILL: {counters}")
                 result["samples_ns"] += samples
                 result |= {"counters": counters, "in_memory": stay}
                 result |= {"bytes": _bytes(s, case), "memory": rates[case.threads]}
@@ -198,9 +182,8 @@ def _bytes(s: engine.Session, case: MemoryCase) -> float:
     """What a token reads from memory, the weights included where no device has them."""
     sizes = (t.bytes_per_element for t in s.cache.types)
     costs = cost.layer_costs(s.geometry, case.spec, case.n_depth, *sizes)
-    weights = s.geometry.weight_bytes_per_token if case.card == NO_CARD else 0
-    here = case.card in (0, NO_CARD)
-    return weights + sum(c.bytes_read for c in costs if here or c.il in s.kv_in_memory)
+    weights = s.geometry.weight_bytes_per_token if case.card is None else 0
+    return weights + sum(c.bytes_read for c in costs if not case.card or c.il in s.kv_in_memory)
 
 
 def table(recs: Sequence[Record]) -> str:
@@ -230,8 +213,8 @@ def table(recs: Sequence[Record]) -> str:
 MEASUREMENT = Measurement(
     name="gpu_in_memory",
     about="Tokens with the weights on a CUDA device and K and V in memory, beside llama.cpp's.",
+    options=MemoryOptions,
     case=MemoryCase,
-    options=OPTIONS,
     groups=groups,
     measure=measure,
     table=table,

@@ -23,7 +23,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
 from bench import plot
@@ -31,8 +30,9 @@ from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_
 from pyorch import native
 from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.bench import paper, records
-from pyorch.bench.records import Record, Result, where_given
-from pyorch.cli.bench.measurement import Done, Given, Measurement
+from pyorch.bench.records import Record, Result, optional
+from pyorch.cli.bench.measurement import Done, Measurement
+from pyorch.cli.groups import option
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.native.params import (
@@ -59,6 +59,16 @@ _COLOURS = {"ggml flash": plot.STOCK, "torch sdpa": plot.STOCK_2}
 _COLOURS |= plot.colours([f"SparQ {s}" for s in ("f16", "q8", "q4")])
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    device: str = option(
+        "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
+    )
+    quick: bool = option(
+        "--quick", is_flag=True, help="Measure small sizes only, as a quick check."
+    )
+
+
 @dataclass(frozen=True)
 class KernelCase:
     batch: int
@@ -70,7 +80,7 @@ class KernelCase:
     topk: int = TOPK
     head_dim: int = D
     type_kv: str = "f16"  # always; it stays because the key of every record is made from it
-    library: str = where_given("sparq")
+    library: str = optional("sparq")
 
     def __str__(self) -> str:
         heads = f"batch {self.batch:2} heads {self.n_head}/{self.n_head_kv}"
@@ -99,16 +109,16 @@ def opened(name: str) -> Device:
     return Device(built, name)
 
 
-def groups(given: Given) -> list[list[KernelCase]]:
+def groups(o: KernelOptions) -> list[list[KernelCase]]:
     """Each case by itself; without torch those of ggml alone."""
-    opened(given.device)
+    opened(o.device)
     methods = METHODS
     if not torch_with_cuda():
         note("torch is not installed, or sees no CUDA device: dense is ggml's flash attention only")
         methods = tuple(m for m in METHODS if m != "torch sdpa")
     shapes = [(64, 32, 32, 4096)]
     shapes += [(1, 32, kv, 4096 << i) for kv in (32, 8) for i in range(6)]
-    if given.quick:
+    if o.quick:
         shapes = [(2, 4, 4, 768), (1, 8, 2, 1024)]
     return [[KernelCase(*shape, method)] for shape in shapes for method in methods]
 
@@ -119,11 +129,11 @@ def _copied(device: Device, fresh: int, seconds: float) -> Result:
     return {"copy_gb_s": speed, "copy_by": by}
 
 
-def measure(given: Given, group: Sequence[KernelCase], _: Done) -> list[Result]:
+def measure(o: KernelOptions, group: Sequence[KernelCase], _: Done) -> list[Result]:
     """The result of a case, beside the speed of a copy within the device."""
     (case,) = group
-    device = opened(given.device)
-    fresh, seconds = (1 << 24, 0.1) if given.quick else (FRESH, SECONDS)
+    device = opened(o.device)
+    fresh, seconds = (1 << 24, 0.1) if o.quick else (FRESH, SECONDS)
     about = {"device": device.name, **_copied(device, fresh, seconds)}
     n = layers_of(device, case, fresh)
     time_it = torch_layers if case.method == "torch sdpa" else partial(ggml_layers, device)
@@ -388,13 +398,8 @@ FIGURE = plot.Figure(
 MEASUREMENT = Measurement(
     name="gpu_attention",
     about="Attention by itself on a CUDA device.",
+    options=KernelOptions,
     case=KernelCase,
-    options=(
-        click.option(
-            "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
-        ),
-        click.option("--quick", is_flag=True, help="Measure small sizes only, as a quick check."),
-    ),
     groups=groups,
     measure=measure,
     table=table,

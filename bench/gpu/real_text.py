@@ -14,6 +14,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -21,18 +22,25 @@ import numpy as np
 
 from pyorch import engine, paths
 from pyorch.cli.bench import measurement
+from pyorch.cli.groups import takes
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 
 OURS, OFF = "sparq,ratio=1/8", "off"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    model: Path = measurement.model_option()
+    n_prompt: int = measurement.number_option("--n-prompt", default=32000, low=2)
+    n_gen: int = measurement.number_option("-n", "--n-gen", default=64)
+
+
 @click.command("gpu_real_text", context_settings=measurement.SETTINGS)
-@measurement.MODEL
-@click.option("--n-prompt", type=click.IntRange(2), default=32000, show_default=True)
-@click.option("-n", "--n-gen", type=click.IntRange(1), default=64, show_default=True)
-def command(model: Path, n_prompt: int, n_gen: int) -> None:
+@takes(options=TextOptions)
+def command(options: TextOptions) -> None:
     """Compare tokens after a long text, weights on a GPU and K and V in memory, with the CPU's."""
+    model, n_prompt, n_gen = options.model, options.n_prompt, options.n_gen
     pages = [paths.REPOSITORY / "README.md", *sorted((paths.REPOSITORY / "docs").glob("*.md"))]
     text = "\n\n".join(page.read_text("utf-8") for page in pages)
     if not engine.library().gpu_devices():

@@ -25,20 +25,12 @@ from bench import plot
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.bench import paper, records, state
-from pyorch.bench.records import Record, Result
+from pyorch.bench.records import Record, Result, optional
 from pyorch.bench.room import Synthetic
 from pyorch.bench.turns import OFF
-from pyorch.cli.bench.measurement import (
-    Done,
-    Given,
-    Measurement,
-    from_option,
-    number_of,
-    settings,
-    specs,
-)
-from pyorch.cli.groups import option
-from pyorch.cli.types import Numbers
+from pyorch.cli.bench.measurement import Done, Measurement, number_option, same, specs_option
+from pyorch.cli.groups import option, several
+from pyorch.cli.types import LAYERS, Numbers
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.table import markdown, number
@@ -47,53 +39,63 @@ FILE = "gpu_tokens.jsonl"
 NEEDS = "python -m bench gpu_tokens"
 
 
-# ---- fields of synthetic models ----
+# ---- options of synthetic models ----
 
 
 def like(default: str) -> Any:
-    text = "Shape of the model."
-    return from_option(option("--like", default=default, show_default=True, help=text))
-
-
-def layers() -> Any:
-    return number_of(
-        "--layers",
-        default=None,
-        text="Number of layers.  [default: all]",
-        to=lambda given: synth.shape_like(given.like, n_layer=given.n_layer).n_layer,
-    )
+    return option("--like", default=default, show_default=True, help="Shape of the model.")
 
 
 def quant(default: str) -> Any:
-    text = "Weights of the model."
-    return from_option(option("--quant", default=default, show_default=True, help=text))
+    return option("--quant", default=default, show_default=True, help="Weights of the model.")
 
 
 def depths(default: str) -> Any:
-    kind = Numbers(1, 1 << 20)
-    return from_option(option("-d", "--n-depth", type=kind, default=default, show_default=True))
+    return several("-d", "--n-depth", of=Numbers(1, 1 << 20), default=default)
+
+
+def layers() -> Any:
+    return option("--layers", type=LAYERS, help="Number of layers.  [default: all]")
+
+
+def shared(options: Any, kind: type) -> dict[str, Any]:
+    """The fields of a case that are the same in all of a run."""
+    shape = synth.shape_like(options.like, n_layer=options.n_layer)
+    return same(options, kind) | {"n_layer": shape.n_layer}
 
 
 # ---- cases ----
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCase:
+class TokenOptions:
     like: str = like("llama2-7b")
-    n_layer: int = layers()
+    n_layer: int | None = layers()
     quant: str = quant("f16")
-    n_depth: int = depths("8192,16384,32768,46080")
-    n_gen: int = number_of("-n", "--n-gen", default=32)
-    # older records do not say
-    repetitions: int = number_of("-r", "--repetitions", default=3, where_given=True, otherwise=0)
+    n_depth: list[int] = depths("8192,16384,32768,46080")
+    n_gen: int = number_option("-n", "--n-gen", default=32)
+    repetitions: int = number_option("-r", "--repetitions", default=3)
+    attn: tuple[AttentionSpec, ...] = specs_option(
+        "sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCase:
+    like: str
+    n_layer: int
+    quant: str
+    n_depth: int
+    n_gen: int
+    repetitions: int = optional(0)  # older records do not say
     spec: AttentionSpec
     library: str = "sparq"
 
 
-def groups(given: Given) -> list[list[TokenCase]]:
+def groups(o: TokenOptions) -> list[list[TokenCase]]:
     """Dense and all settings at a depth."""
-    shared, every = settings(TokenCase, given), dict.fromkeys((OFF, *given.specs))
-    return [[TokenCase(**shared, n_depth=d, spec=spec) for spec in every] for d in given.n_depth]
+    of, specs = shared(o, TokenCase), dict.fromkeys((OFF, *o.attn))
+    return [[TokenCase(**of | {"n_depth": n}, spec=spec) for spec in specs] for n in o.n_depth]
 
 
 def timed(s: engine.Session, tokens: Sequence[int], n_warm: int = 1) -> tuple[list[int], Any]:
@@ -115,7 +117,7 @@ def random_tokens(n: int, seed: int) -> list[int]:
     return (3 + np.random.default_rng(seed).integers(0, 200, n)).tolist()
 
 
-def measure(_: Given, cases: Sequence[TokenCase], __: Done) -> list[Result]:
+def measure(_: TokenOptions, cases: Sequence[TokenCase], __: Done) -> list[Result]:
     """The samples of the cases of one depth, in nanoseconds per token.
 
     Raises:
@@ -225,8 +227,8 @@ FIGURE = plot.Figure(
 MEASUREMENT = Measurement(
     name="gpu_tokens",
     about="Tokens on a CUDA device, ours beside llama.cpp's attention in turns.",
+    options=TokenOptions,
     case=TokenCase,
-    options=(specs("sparq,ratio=1/8,gpu_min_mb=0", "sparq,ratio=1/8,shadow=f16,gpu_min_mb=0"),),
     groups=groups,
     measure=measure,
     table=table,

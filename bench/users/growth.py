@@ -1,10 +1,11 @@
 """Fits how the time of a token grows with the number of positions, for stock and ours in turns.
 
-    python -m bench growth -n 20 [-m MODEL] [-d 4096-65536*2] [-a SPEC]...
+    python -m bench growth -n 20 -r 5 [-m MODEL] [-d 4096-65536*2] [-a SPEC]...
 
-If only bytes count, the slope of ours is below its ratio times that of stock. Each round of all
-depths has a line of its own, through the medians of its tokens: a machine that is slower for some
-minutes would bend a single line. Every other round takes the cases of a depth in reverse.
+If only bytes count, the slope of ours is below its ratio times that of stock. Each of the `-r`
+rounds of all depths has a line of its own, through the medians of its tokens: a machine that is
+slower for some minutes would bend a single line. Every other round takes the cases of a depth in
+reverse.
 """
 
 from __future__ import annotations
@@ -13,37 +14,32 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-import click
 import numpy as np
 
 from bench import plot
 from pyorch.bench.records import Record
 from pyorch.cli.bench import speed
-from pyorch.cli.bench.measurement import Given
+from pyorch.cli.bench.comparison import SpeedOptions
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.errors import SparqError
 from pyorch.table import markdown
 
 DEPTHS = [4096, 8192, 16384, 32768, 65536]
-ROUNDS = click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds of all depths."
-)
-OPTIONS = tuple(x for x in speed.MEASUREMENT.options if x not in (speed.REPETITIONS, speed.OUTPUT))
 
 
-def groups(given: Given) -> list[list[SpeedCase]]:
+def groups(o: SpeedOptions) -> list[list[SpeedCase]]:
     """A group for each depth of each round, whose number is its seed.
 
     Raises:
         SparqError: there is only one depth, or as `speed.groups`.
     """
-    given.n_depth = given.n_depth or DEPTHS
-    if len(set(given.n_depth)) < 2:
+    depths = o.n_depth or DEPTHS
+    if len(set(depths)) < 2:
         raise SparqError("a slope needs two depths", "-d 4096,16384", exit_code=2)
-    given.repetitions, given.n_layer = 1, given.n_layer or 2
-    speed.complete(given)
-    found = speed.groups(given)
-    return [[replace(c, seed=i + 1) for c in g] for i in range(given.rounds) for g in found]
+    one = replace(o, n_depth=depths, n_layer=o.n_layer or 2, repetitions=1)
+    of_round = speed.groups(one)
+    rounds = range(1, o.repetitions + 1)
+    return [[replace(c, seed=i) for c in group] for i in rounds for group in of_round]
 
 
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -91,9 +87,7 @@ MEASUREMENT = replace(
     speed.MEASUREMENT,
     name="growth",
     about="How the time of a token grows with the positions, stock and ours in turns.",
-    options=(*OPTIONS, ROUNDS),
     groups=groups,
     table=table,
-    rows=None,
-    summary=None,
+    show=None,
 )

@@ -15,10 +15,10 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from pyorch import children, native
+from pyorch.attention.spec import AttentionSpec
 from pyorch.bench.turns import OFF, Side
-from pyorch.cli.bench.measurement import from_option, number_of, threads
+from pyorch.cli.bench.measurement import BookOptions, number_option, specs_option
 from pyorch.errors import SparqError
-from pyorch.models.content import content_hash
 
 HOST = "127.0.0.1"
 READY_S = 600  # that a server may take to load its model
@@ -26,15 +26,24 @@ Times = list[float]  # of the tokens of a reply, seconds since it was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerCase(Side):
-    """A kind of server."""
+class ServerOptions(BookOptions):
+    n_slot: int = number_option("--slots", default=8, text="Users.")
+    n_prompt: int = number_option("-p", "--n-prompt", default=4096, low=2)
+    n_gen: int = number_option("-n", "--n-gen", default=64, low=4)
+    n_rounds: int = number_option("--samples", default=5)
+    attn: tuple[AttentionSpec, ...] = specs_option("dense", "sparq,ratio=1/8")
 
-    model: str = from_option(to=lambda given: content_hash(given.model))
-    n_slot: int = number_of("--slots", default=8, text="Users.")
-    n_prompt: int = number_of("-p", "--n-prompt", default=4096, low=2)
-    n_gen: int = number_of("-n", "--n-gen", default=64, low=4)
-    n_threads: int = threads()
-    n_rounds: int = number_of("--samples", default=5)
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCase(Side):
+    """A kind of server. `model` is a hash."""
+
+    model: str
+    n_slot: int
+    n_prompt: int
+    n_gen: int
+    n_threads: int
+    n_rounds: int
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,20 @@ from bench import plot
 from pyorch import engine
 from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
 from pyorch.bench import records, state
-from pyorch.bench.records import Record, Result
+from pyorch.bench.records import Record, Result, optional
 from pyorch.bench.turns import OFF, Side
+from pyorch.cli import options as opt
 from pyorch.cli.bench.measurement import (
-    MODEL,
-    TEXT,
+    BookOptions,
     Done,
-    Given,
     Measurement,
-    from_option,
     model_name,
-    number_of,
-    rope_field,
-    settings,
+    number_option,
+    same,
     tables,
     text_hash,
-    threads,
 )
-from pyorch.cli.groups import option
+from pyorch.cli.groups import several
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
 from pyorch.models.content import content_hash
@@ -63,45 +59,45 @@ SIDES = (  # attention, and whether flash attention is on
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptOptions(BookOptions):
+    n_depth: list[int] = several("-d", "--n-depth", of=Numbers(), default="0,2048,8192,16384,32000")
+    n_samples: int = number_option("--samples", default=3)
+    no_repack: bool = opt.repack_option()
+    rope: opt.RopeOptions = field(default_factory=opt.RopeOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptCase(Side):
     """An attention at a depth. `model` and `text` are hashes."""
 
-    model: str = from_option(to=lambda given: content_hash(given.model))
-    text: str = from_option(to=lambda given: text_hash(given.text))
-    n_depth: int = from_option(
-        option(
-            "-d",
-            "--n-depth",
-            type=Numbers(0),
-            default="0,2048,8192,16384,32000",
-            show_default=True,
-        )
-    )
-    n_threads: int = threads()
-    n_samples: int = number_of("--samples", default=3)
+    model: str
+    text: str
+    n_depth: int
+    n_threads: int
+    n_samples: int
     library: str = "sparq"
-    repack: bool = from_option(
-        option("-nr", "--no-repack", is_flag=True, help="Leave the weights as in the file."),
-        default=True,
-        where_given=True,
-        to=lambda given: not given.repack,
-    )
-    rope: str = rope_field()
+    repack: bool = optional(True)
+    rope: str = optional("")
 
 
-def groups(given: Given) -> list[list[PromptCase]]:
+def groups(o: PromptOptions) -> list[list[PromptCase]]:
     """All cases in one group, since all attentions take turns."""
-    shared = settings(PromptCase, given)
+    shared = same(o, PromptCase) | {
+        "model": content_hash(o.model),
+        "text": text_hash(o.text),
+        "repack": not o.no_repack,
+        "rope": str(o.rope.settings() or ""),
+    }
     return [
         [
-            PromptCase(**shared, n_depth=d, flash_attn=fa, spec=spec)
-            for d in sorted(given.n_depth)
-            for spec, fa in SIDES
+            PromptCase(**shared | {"n_depth": n, "flash_attn": flash_attn, "spec": spec})
+            for n in sorted(o.n_depth)
+            for spec, flash_attn in SIDES
         ]
     ]
 
 
-def measure(given: Given, cases: Sequence[PromptCase], done: Done) -> list[Result]:
+def measure(o: PromptOptions, cases: Sequence[PromptCase], done: Done) -> list[Result]:
     """The samples of all cases, those of a depth in turns.
 
     Raises:
@@ -111,8 +107,8 @@ def measure(given: Given, cases: Sequence[PromptCase], done: Done) -> list[Resul
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
     first = cases[0]
     found: dict[PromptCase, dict[str, Any]] = {c: {"samples_ns": [], "counters": {}} for c in cases}
-    with engine.load_model(given.model, repack=first.repack) as loaded:
-        tokens = engine.tokenize(loaded, given.text)
+    with engine.load_model(o.model, repack=first.repack) as loaded:
+        tokens = engine.tokenize(loaded, o.text)
         if len(tokens) < depths[-1] + CHUNK:
             raise SparqError(
                 f"the text has {len(tokens)} tokens", f"{depths[-1] + CHUNK} are needed", 2
@@ -148,7 +144,7 @@ def measure(given: Given, cases: Sequence[PromptCase], done: Done) -> list[Resul
         for s in (ours, *stock.values()):
             s.close()
     refuse_idle(found)
-    return [result | {"model_name": model_name(given.model)} for result in found.values()]
+    return [result | {"model_name": model_name(o.model)} for result in found.values()]
 
 
 def refuse_idle(found: Mapping[PromptCase, Result]) -> None:
@@ -310,8 +306,8 @@ FIGURE = plot.Figure(
 MEASUREMENT = Measurement(
     name="prompt_time",
     about="Time of the prompt: 512 tokens at each depth, llama.cpp's attention and ours in turns.",
+    options=PromptOptions,
     case=PromptCase,
-    options=(MODEL, TEXT),
     groups=groups,
     measure=measure,
     table=table,

@@ -19,36 +19,26 @@ from typing import Any
 import numpy as np
 
 from bench.users import llama_server
-from bench.users.llama_server import Server, ServerCase, Times
+from bench.users.llama_server import Server, ServerCase, ServerOptions, Times
 from pyorch.bench import records
 from pyorch.bench.records import Record, Result
 from pyorch.bench.turns import sides
-from pyorch.cli.bench.measurement import (
-    MODEL,
-    TEXT,
-    Done,
-    Given,
-    Measurement,
-    Row,
-    model_name,
-    settings,
-    specs,
-    tables,
-)
+from pyorch.cli.bench.measurement import Done, Measurement, Row, model_name, same, tables
 from pyorch.errors import SparqError
+from pyorch.models.content import content_hash
 from pyorch.table import markdown
 
 FILE = "serving.jsonl"
 PERCENTILES = (50, 95, 99)
 
 
-def groups(given: Given) -> list[list[ServerCase]]:
+def groups(o: ServerOptions) -> list[list[ServerCase]]:
     """All servers in one group."""
-    shared = settings(ServerCase, given)
-    return [[ServerCase(**shared, **x) for x in sides((False, True), "f16", given.specs)]]
+    shared = same(o, ServerCase) | {"model": content_hash(o.model)}
+    return [[ServerCase(**shared, **side) for side in sides((False, True), "f16", o.attn)]]
 
 
-def measure(given: Given, group: Sequence[ServerCase], done: Done) -> list[Result]:
+def measure(o: ServerOptions, group: Sequence[ServerCase], done: Done) -> list[Result]:
     """The result of each kind: medians over the rounds, and percentiles over single tokens.
 
     Raises:
@@ -60,8 +50,8 @@ def measure(given: Given, group: Sequence[ServerCase], done: Done) -> list[Resul
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         running = []
         for i, c in enumerate(group):
-            port = stack.enter_context(llama_server.running(c, given.model, logs / str(i)))
-            running.append(Server(c, port, llama_server.prompts(port, given.text, c)))
+            port = stack.enter_context(llama_server.running(c, o.model, logs / str(i)))
+            running.append(Server(c, port, llama_server.prompts(port, o.text, c)))
             replies = running[-1].all_slots(2)
             found[i]["first_s"] = [times[0] for times, _ in replies]
             done((i + 1) / n_steps)
@@ -75,7 +65,7 @@ def measure(given: Given, group: Sequence[ServerCase], done: Done) -> list[Resul
                 done((len(group) * (turn + 1) + i + 1) / n_steps)
     return [
         {
-            "model_name": model_name(given.model),
+            "model_name": model_name(o.model),
             "samples": r["samples"],  # tokens per second of each round
             "first_s": r["first_s"],
             "between_s": {str(p): float(np.percentile(r["between_s"], p)) for p in PERCENTILES},
@@ -148,8 +138,8 @@ def table(recs: Sequence[Record]) -> str:
 MEASUREMENT = Measurement(
     name="serving",
     about="Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns.",
+    options=ServerOptions,
     case=ServerCase,
-    options=(MODEL, TEXT, specs("dense", "sparq,ratio=1/8")),
     groups=groups,
     measure=measure,
     table=table,

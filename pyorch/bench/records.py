@@ -234,19 +234,21 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
     return recs
 
 
-def where_given(default: Any) -> Any:
+def optional(default: Any) -> Any:
     """A field of a case that is recorded only if it is not `default`, so that cases from before the
     field keep their keys."""
-    return field(default=default, metadata={"where_given": True})
+    return field(default=default, metadata={"optional": True})
 
 
 def case_of(case: Any) -> dict[str, Any]:
     """A case in the form of records, in which settings of attention become text. A field may be
     `unrecorded`."""
-    of = {f.name: getattr(case, f.name) for f in fields(case) if not f.metadata.get("unrecorded")}
-    unset = {f.name: f.default for f in fields(case) if f.metadata.get("where_given")}
-    given = {k: v for k, v in of.items() if k not in unset or v != unset[k]}
-    return {k: str(v) if isinstance(v, AttentionSpec) else v for k, v in given.items()}
+    values = {f.name: getattr(case, f.name) for f in fields(case)}
+    for f in fields(case):
+        is_default = f.metadata.get("optional") and values[f.name] == f.default
+        if is_default or f.metadata.get("unrecorded"):
+            del values[f.name]
+    return {k: str(v) if isinstance(v, AttentionSpec) else v for k, v in values.items()}
 
 
 def read_case(kind: type[Kind], rec: Record) -> Kind:

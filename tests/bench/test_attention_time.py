@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_options import given
+from bench_options import options
 from click.testing import CliRunner
 
-from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.turns import OFF, Side, check_dense, in_turns
 from pyorch.bench.worker import Worker, Workers
@@ -23,9 +22,8 @@ pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
 
 def planned(*specs: str, **more: Any) -> list[list[AttentionCase]]:
-    options = dict(like=["llama2-7b"], n_depth=[4096], n_threads=[2], repetitions=2)
-    options |= dict(specs=[*map(parse_spec, specs or attention_time.SPECS)])
-    return attention_time.groups(given(attention_time.MEASUREMENT, **options | more))
+    of = dict(like=("llama2-7b",), n_depth=[4096], n_threads=[2], repetitions=2, attn=specs)
+    return attention_time.groups(options(attention_time.MEASUREMENT, **of | more))
 
 
 def test_a_row_of_ours_is_refused_unless_every_call_ran() -> None:

@@ -17,6 +17,7 @@ from bench.papers import repetition, topk
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import pictures
 from pyorch.cli.bench import command as bench_command
+from pyorch.cli.bench import speed
 from pyorch.errors import SparqError
 from pyorch.evals import figures, series
 
@@ -37,7 +38,7 @@ def test_what_a_figure_needs_can_be_measured(line: str) -> None:
         assert {*main.MEASUREMENTS, "ablations"} & {name}
     elif line.startswith(ours):
         asked = bench_command.make_context("bench", shlex.split(line.removeprefix(ours))).params
-        specs = asked["attn"] or [f"sparq,ratio={ratio}" for ratio in asked["ratio"]]
+        specs = asked["attn"] or (speed.SPEC,)
         assert min(asked["n_depth"]) > max(parse_spec(spec).min_ctx for spec in specs)
     else:
         assert line.startswith("sparq-cpp eval")

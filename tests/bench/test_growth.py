@@ -21,7 +21,7 @@ def run(folder: Path, model: Path, *args: str) -> Any:
 
 @pytest.mark.usefixtures("stock")
 def test_rounds_take_turns_and_are_measured_only_once(model: Path, tmp_path: Path) -> None:
-    args = ["-d", "1280,2048", "--rounds", "2", "-t", "1", "-n", "3"]
+    args = ["-d", "1280,2048", "-r", "2", "-t", "1", "-n", "3"]
     done = run(tmp_path, model, *args)
     assert done.exception is None, done.output
     found = records.load_all(tmp_path / "growth.jsonl")

@@ -143,13 +143,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
         n_measured += 1
         return [{"samples_ns": [n_measured]}]
 
-    made = measurement.Measurement("b", "", Case, lambda _: [], measure, str)
+    made = measurement.Measurement("b", "", None, Case, lambda _: [], measure, str)
 
     def of(file: Path, *sizes: int, force: bool = False, cpu: str = "A") -> list[records.Record]:
         env["machine"] = {"cpu": cpu}
         groups = [[Case(n)] for n in sizes]
-        options = measurement.Given(force=force)
-        recs, n_failed = measurement.measured(made, options, groups, file)
+        recs, n_failed = measurement.measured(made, None, groups, file, force=force)
         assert not n_failed
         return recs
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench_options import given
+from bench_options import options
 from click.testing import CliRunner
 
 from bench.users import llama_server, serving
 from pyorch import paths
-from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
@@ -29,9 +28,9 @@ def test_tokens_count_while_all_reply() -> None:
 
 
 def test_a_reply_that_is_not_sparse_fails(model: Path) -> None:
-    options = given(serving.MEASUREMENT, "-m", str(model), "--text", str(DOCUMENT), "-n", "5")
-    options.specs = [parse_spec("sparq,ratio=1/8"), parse_spec("dense")]
-    *_, sparq, dense = serving.groups(options)[0]
+    args = ["-m", str(model), "--text", str(DOCUMENT), "-n", "5"]
+    args += ["-a", "sparq,ratio=1/8", "-a", "dense"]
+    *_, sparq, dense = serving.groups(options(serving.MEASUREMENT, *args))[0]
     right = {"sparse_attn": {"steps": 4, "calls_sparse": 8}}
     llama_server.check(sparq, [right])
     llama_server.check(dense, [{"sparse_attn": {"steps": 4, "calls_dense": 8}}])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_options import given
+from bench_options import options
 from click.testing import CliRunner
 
 from bench.users import growth
@@ -66,6 +66,7 @@ CASE = SpeedCase(
     n_threads=1,
     type_k="f16",
     type_v="f16",
+    numa="",
     n_prompt=0,
     n_gen=4,
     n_depth=2048,
@@ -78,9 +79,7 @@ CASE = SpeedCase(
 
 def planned(model: Path, *args: str, **more: Any) -> list[list[SpeedCase]]:
     """What `sparq-cpp bench` would measure of a model."""
-    options = given(speed.MEASUREMENT, "-m", str(model), "-t", "1", *args, **more)
-    speed.complete(options)
-    return speed.groups(options)
+    return speed.groups(options(speed.MEASUREMENT, "-m", str(model), "-t", "1", *args, **more))
 
 
 def test_where_layers_lie_is_recorded_and_arrives_where_the_model_is_loaded(

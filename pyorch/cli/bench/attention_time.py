@@ -23,39 +23,26 @@ import numpy as np
 from pyorch.attention.bytes import CELLS, per_token
 from pyorch.bench import records
 from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Record, Result, spread
+from pyorch.bench.records import Record, Result, optional, spread
 from pyorch.bench.turns import OFF, check_dense, in_turns, refuse_idle, sides
 from pyorch.bench.worker import Worker, Workers
-from pyorch.cli.bench.measurement import (
-    Column,
-    Done,
-    Given,
-    Measurement,
-    Row,
-    crossed,
-    differing,
-    from_option,
-    numa_field,
-    settings,
-)
-from pyorch.cli.bench.speed import (
-    ATTN,
-    LAYERS,
-    LIKE,
-    OUTPUT,
-    RATIO,
-    REPETITIONS,
-    YES,
+from pyorch.cli.bench.comparison import (
+    NUMA,
     CacheCase,
+    CompareOptions,
+    about,
+    best_of_stock,
+    printer,
+    types_of,
 )
-from pyorch.engine import cache_type
+from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing
 from pyorch.errors import SparqError
 from pyorch.models import synth
 from pyorch.table import columns, number
 
 LIKE_BOTH = ("llama2-7b", "llama3-8b")
 POSITIONS = [4096, 16384, 32768]
-SPECS = [
+SPECS = (
     "dense",
     "sparq,ratio=1/4",
     "sparq,ratio=1/8",
@@ -64,7 +51,7 @@ SPECS = [
     "sparq,rank=32,topk=128",
     "sparq,rank=32,topk=128,shadow=f16",
     "topk,ratio=1/16",
-]
+)
 BASE = 32  # the positions whose token time is subtracted
 TURN = 5  # tokens per turn
 
@@ -84,34 +71,51 @@ class AttentionCase(CacheCase):
     n_head: int
     n_head_kv: int
     head_dim: int
-    n_samples: int = from_option(to=lambda given: given.repetitions * TURN)
+    n_samples: int
     seed: int = 1
     n_base: int = BASE  # always; it stays because the key of every record is made from it
-    numa: str = numa_field(where_given=True)
-    n_embd: int = from_option(
-        default=512, where_given=True, to=lambda _: N_EMBD
-    )  # the default is the value in older records
+    numa: str = optional("")
+    n_embd: int = optional(512)  # as in older records
 
 
-def groups(given: Given) -> list[list[AttentionCase]]:
+def groups(o: CompareOptions) -> list[list[AttentionCase]]:
     """Cases that share a cache and take turns.
 
     Raises:
         SparqError: attention cannot be seen at so few positions.
     """
-    if min(given.n_depth) < 2 * CELLS:
+    depths, specs = o.n_depth or POSITIONS, o.specs(*SPECS)
+    if min(depths) < 2 * CELLS:
         raise SparqError(
-            f"{min(given.n_depth)} positions are too few to see attention in a token's time",
+            f"{min(depths)} positions are too few to see attention in a token's time",
             f"at least {2 * CELLS}",
             exit_code=2,
         )
-    planned, shared = [], settings(AttentionCase, given)
-    every = crossed(given, "type_k", "type_v", "n_depth", "n_threads")
-    for like, cache in product(given.like, [*every]):
-        shape = _shape(like, given.n_layer)
-        heads = {x: getattr(shape, x) for x in ("n_layer", "n_head", "n_head_kv", "head_dim")}
-        who = sides((False, True), cache["type_v"], given.specs)
-        planned.append([AttentionCase(like=like, **shared, **cache, **heads, **x) for x in who])
+    planned = []
+    for like, type_k, type_v, n_depth, n_threads in product(
+        o.like or LIKE_BOTH, o.type_k, o.type_v, depths, o.threads
+    ):
+        shape = _shape(like, o.n_layer)
+        planned.append(
+            [
+                AttentionCase(
+                    like=like,
+                    n_layer=shape.n_layer,
+                    n_head=shape.n_head,
+                    n_head_kv=shape.n_head_kv,
+                    head_dim=shape.head_dim,
+                    n_depth=n_depth,
+                    type_k=type_k,
+                    type_v=type_v,
+                    n_threads=n_threads,
+                    n_samples=o.repetitions * TURN,
+                    numa=o.numa or "",
+                    n_embd=N_EMBD,
+                    **side,
+                )
+                for side in sides((False, True), type_v, specs)
+            ]
+        )
     return planned
 
 
@@ -129,7 +133,7 @@ def model_file(like: str, n_layer: int | None = None) -> Path:
     return path
 
 
-def measure(_: Given, group: Sequence[AttentionCase], done: Done) -> list[Result]:
+def measure(_: CompareOptions, group: Sequence[AttentionCase], done: Done) -> list[Result]:
     """Returns one result per case: samples at S and at BASE, bytes, counters and bandwidth.
 
     Raises:
@@ -208,8 +212,7 @@ def _bytes(case: AttentionCase, counters: dict[str, int], n_pos: int) -> int:
         return int(per_token(counters)[0])
     n_cells = -(-n_pos // CELLS) * CELLS
     width = case.n_layer * case.n_head_kv * case.head_dim
-    k, v = (cache_type(t).bytes_per_element for t in (case.type_k, case.type_v))
-    return int(n_cells * width * (k + v))
+    return int(n_cells * width * sum(case.element_bytes))
 
 
 # ---- rows and tables ----
@@ -227,11 +230,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
     for rec in recs:
         base.setdefault(_base_key(rec), []).extend(rec["base_samples_ns"])
     bases = {key: spread(samples)[0] for key, samples in base.items()}
-    best: dict[str, float] = {}
-    for rec in recs:
-        if rec["case"]["library"] == "stock":
-            run, mid = records.run_of(rec), _attention_ns(rec, bases[_base_key(rec)])[0]
-            best[run] = min(best.get(run, float("inf")), mid)
+    best = best_of_stock(recs, lambda rec: _attention_ns(rec, bases[_base_key(rec)])[0])
     for rec in recs:
         case, env = records.read_case(AttentionCase, rec), rec["env"]
         mid, low, high = _attention_ns(rec, bases[_base_key(rec)])
@@ -250,7 +249,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
                 "bytes_per_token": rec["bytes_per_token"],
                 "roofline": moved / (mid / 1e9) / bandwidth if mid > 0 else math.nan,
                 "bandwidth": bandwidth,
-                "speedup": best[records.run_of(rec)] / mid if mid > 0 else math.nan,
+                "speedup": best[records.run_of(rec)][0] / mid if mid > 0 else math.nan,
                 "test_time": rec["time"],
             }
         )
@@ -272,7 +271,7 @@ def _base_key(rec: Record) -> tuple[Any, ...]:
 
 _CASE: dict[str, Column] = {
     "model": lambda r: f"{r['like']}, {r['n_layer']} layers",
-    "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
+    "K, V": types_of,
     "threads": lambda r: r["n_threads"],
     "positions": lambda r: r["n_depth"],
     "attention": lambda r: f"`{_label(r)}`",
@@ -308,25 +307,18 @@ def summary(recs: Sequence[Record]) -> str:
 
 
 def _table(shown: Mapping[str, Column], lines: Sequence[Row], recs: Sequence[Record]) -> str:
-    shown = {**shown, **differing(AttentionCase, lines)}
-    speeds = sorted(r["bandwidth"] / 1e9 for r in rows(recs))
-    machine = recs[0]["env"]["machine"]
-    return (
-        f"{columns(shown, lines, left=('model', 'attention'))}\n\n"
-        f"{machine['cpu']}, {machine['cores']} cores; sequential read "
-        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run.{records.about_old(recs)}"
-    )
+    text = columns({**shown, **differing(NUMA, lines)}, lines, left=("model", "attention"))
+    return f"{text}\n\n{about(recs, [r['bandwidth'] for r in rows(recs)])}"
 
 
 MEASUREMENT = Measurement(
     name="attention",
     about="Attention by itself, stock llama.cpp's and ours in turns.",
+    options=CompareOptions,
     case=AttentionCase,
-    options=(YES, LIKE, LAYERS, RATIO, ATTN, REPETITIONS, OUTPUT),
     groups=groups,
     measure=measure,
     table=markdown,
     libraries=("stock", "sparq"),
-    rows=rows,
-    summary=summary,
+    show=printer(markdown, rows, summary),
 )

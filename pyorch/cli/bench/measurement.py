@@ -1,39 +1,34 @@
-"""What a measurement is, and what runs it: its options, what is recorded already, and its table.
+"""What a measurement is, and what runs it: its command, what is recorded already, and its table.
 
-A measurement is one file. The fields of its `Case` are the options of its command, the key of its
-records and columns of its tables; `groups` makes the cases from the options, those of a group in
-turns; `measure` times a group; `table` shows the records. Everything else is here, and the same for
-all.
+A measurement is one file. `options` are those of its command. The fields of a `case` are the key of
+its record. `groups` makes the cases from the options, those of a group in turns; `measure` times a
+group; `table` shows the records. Everything else is here, and the same for all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import wraps
-from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
 
-from pyorch import engine, table
+from pyorch import engine
 from pyorch.attention.spec import parse_spec
 from pyorch.bench import records
 from pyorch.bench.records import Record, Result
 from pyorch.cli import types
 from pyorch.cli.groups import option, takes
-from pyorch.cli.options import RopeOptions, numa_option
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
 from pyorch.models.content import card_of
 from pyorch.progress import progress_bar
 
-Given = SimpleNamespace  # the options of a run, by their names
 Group = Sequence[Any]  # of cases
 Done = Callable[[float], None]  # called with the share of a group that is done
 Row = dict[str, Any]
@@ -42,63 +37,81 @@ Column = Callable[[Row], object]
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-# ---- fields of a case ----
+# ---- options that measurements share ----
 
 
-def from_option(
-    of: Any = None,
-    *,
-    default: Any = MISSING,
-    to: Callable[[Given], Any] | None = None,
-    where_given: bool = False,
-    column: tuple[str, Column | Mapping[Any, str]] | None = None,
-) -> Any:
-    """A field of a case.
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """Where the records of a run are, and whether they count."""
 
-    Args:
-        of: the option, as `groups.option` or `groups.several` make it, or a group of them. A list
-            makes a case of each of its values.
-        to: makes the value of the field from all options; None = it is the option's.
-        where_given: the field is recorded only if it is not the default, so that cases from before
-            the field keep their keys.
-        column: its name in tables whose rows differ in it, and what shows it: a function of the
-            row, or the words for some values.
-    """
-    metadata = dict(of.metadata) if isinstance(of, Field) else {"group": of} if of else {}
-    metadata |= {"to": to, "where_given": where_given, "column": column}
-    return field(default=default, metadata=metadata, kw_only=True)
+    folder: Path = option(
+        "--out",
+        metavar="DIR",
+        type=types.File(),
+        callback=lambda _, __, name: Path(name) if name else records.default_folder(),
+        help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
+    )
+    force: bool = option("--force", is_flag=True, help="Measure again what is recorded already.")
 
 
-def added(name: str, of: Any) -> Any:
-    """The option of a field, by itself."""
-    names, attributes = of.metadata["option"]
-    return click.option(*names, name, **attributes)
+def model_option() -> Any:
+    return option(
+        "--model",
+        "-m",
+        metavar="FILE",
+        required=True,
+        type=types.File(),
+        callback=lambda _, __, name: Path(name),
+        help="GGUF model to measure.",
+    )
 
 
-def settings(kind: Any, given: Given) -> dict[str, Any]:
-    """The fields that have one value in all cases of a run."""
-    made = {f.name: f.metadata["to"](given) for f in fields(kind) if f.metadata.get("to")}
-    values = {f.name: vars(given)[f.name] for f in fields(kind) if "option" in f.metadata}
-    return {k: v for k, v in values.items() if not isinstance(v, list)} | made
+@dataclass(frozen=True, kw_only=True)
+class BookOptions:
+    """A model, and a text that it reads."""
+
+    model: Path = model_option()
+    text: str = option(
+        "--text",
+        metavar="FILE",
+        required=True,
+        type=types.File(),
+        callback=lambda _, __, name: "\n\n".join(read_texts([Path(name)])),
+        help="A book, long enough.",
+    )
+    n_threads: int = option(
+        "--threads",
+        "-t",
+        type=types.THREADS,
+        callback=lambda _, __, n: n or engine.usable_cores(),
+        help="Number of threads.  [default: all cores]",
+    )
 
 
-def crossed(given: Given, *names: str) -> Iterator[dict[str, Any]]:
-    """The fields of these names, of each combination of their values."""
-    for values in product(*(vars(given)[name] for name in names)):
-        yield dict(zip(names, values, strict=True))
+def number_option(*names: str, default: int, low: int = 1, text: str = "") -> Any:
+    kind = click.IntRange(low)
+    return option(*names, type=kind, default=default, show_default=True, help=text or None)
 
 
-def differing(kind: Any, rows: Sequence[Row]) -> dict[str, Column]:
-    """The columns of fields of a case that rows differ in."""
-    shown: dict[str, Column] = {}
-    for name, column in ((f.name, f.metadata.get("column")) for f in fields(kind)):
-        if column and len({r[name] for r in rows}) > 1:
-            shown[column[0]] = column[1] if callable(column[1]) else _in_words(name, column[1])
-    return shown
+def specs_option(*default: str) -> Any:
+    return option(
+        "-a",
+        "--attn",
+        multiple=True,
+        metavar="SPEC",
+        default=default,
+        show_default=True,
+        callback=lambda _, __, lines: tuple(dict.fromkeys(map(parse_spec, lines))),
+        help="Settings of attention; repeatable.",
+    )
 
 
-def _in_words(name: str, words: Mapping[Any, str]) -> Column:
-    return lambda row: words.get(row[name], row[name])
+# ---- cases ----
+
+
+def same(options: Any, kind: type) -> dict[str, Any]:
+    """The fields of a kind of case that the options have by the same name."""
+    return {f.name: getattr(options, f.name) for f in fields(kind) if hasattr(options, f.name)}
 
 
 def text_hash(text: str) -> str:
@@ -106,100 +119,9 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
-# ---- options that measurements share ----
-
-MODEL = click.option(
-    "--model",
-    "-m",
-    metavar="FILE",
-    required=True,
-    type=types.File(),
-    callback=lambda _, __, given: Path(given),
-    help="GGUF model to measure.",
-)
-TEXT = click.option(
-    "--text",
-    metavar="FILE",
-    required=True,
-    type=types.File(),
-    callback=lambda _, __, given: "\n\n".join(read_texts([Path(given)])),
-    help="A book, long enough.",
-)
-
-
-def number_of(
-    *names: str,
-    default: int | None,
-    low: int = 1,
-    text: str = "",
-    otherwise: Any = MISSING,
-    **more: Any,
-) -> Any:
-    """The field of a whole number. `default` is the option's, `otherwise` the field's."""
-    kind, shown = click.IntRange(low), default is not None
-    of = option(*names, type=kind, default=default, show_default=shown, help=text or None)
-    return from_option(of, default=otherwise, **more)
-
-
-def numa_field(*, where_given: bool) -> Any:
-    """The field of llama.cpp's strategy for NUMA nodes."""
-    return from_option(
-        numa_option(),
-        default="",
-        where_given=where_given,
-        to=lambda given: given.numa or "",
-        column=("numa", {"": "none"}),
-    )
-
-
-def rope_field() -> Any:
-    """The field of the settings of RoPE, `engine.Rope` as text."""
-    return from_option(
-        RopeOptions,
-        default="",
-        where_given=True,
-        to=lambda given: str(given.rope.settings() or ""),
-        column=("RoPE", {"": "the model's own"}),
-    )
-
-
-def threads() -> Any:
-    """The field of the number of threads."""
-    return from_option(
-        option(
-            "--threads",
-            "-t",
-            type=types.THREADS,
-            callback=lambda _, __, given: given or engine.usable_cores(),
-            help="Number of threads.  [default: all cores]",
-        )
-    )
-
-
-def specs(*default: str) -> Any:
-    """The option for settings of attention."""
-    return click.option(
-        "-a",
-        "--attn",
-        "specs",
-        multiple=True,
-        metavar="SPEC",
-        default=default,
-        show_default=True,
-        callback=lambda _, __, given: list(dict.fromkeys(map(parse_spec, given))),
-        help="Settings of attention; repeatable.",
-    )
-
-
-OUT = click.option(
-    "--out",
-    "folder",
-    metavar="DIR",
-    type=types.File(),
-    callback=lambda _, __, given: Path(given) if given else records.default_folder(),
-    help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
-)
-FORCE = click.option("--force", is_flag=True, help="Measure again what is recorded already.")
+def differing(columns: Mapping[str, Column], rows: Sequence[Row]) -> dict[str, Column]:
+    """The columns that rows differ in."""
+    return {name: show for name, show in columns.items() if len({show(r) for r in rows}) > 1}
 
 
 # ---- measurements ----
@@ -212,75 +134,54 @@ class Measurement:
     Attributes:
         name: of the records and the table, NAME.jsonl and NAME.md, and of the command.
         about: what is measured, in a sentence.
+        options: the group of its options, to which --out and --force are added.
         case: the dataclass of its cases.
         groups: makes the groups of cases from the options.
         measure: returns one result for each case of a group, in order.
         table: makes markdown of records, which may be of several runs.
-        options: those of click beside the fields of `case`, --out and --force.
         libraries: those that it runs, `stock` or `sparq`.
-        rows: flat rows of records, for formats other than Markdown.
-        summary: a shorter table.
+        show: what the command prints in place of the table.
     """
 
     name: str
     about: str
+    options: Any
     case: Any
-    groups: Callable[[Given], Sequence[Group]]
-    measure: Callable[[Given, Group, Done], list[Result]]
+    groups: Callable[[Any], Sequence[Group]]
+    measure: Callable[[Any, Group, Done], list[Result]]
     table: Callable[[Sequence[Record]], str]
-    options: tuple[Any, ...] = ()
     libraries: tuple[str, ...] = ("sparq",)
-    rows: Callable[[Sequence[Record]], list[Row]] | None = None
-    summary: Callable[[Sequence[Record]], str] | None = None
+    show: Callable[[Any, Sequence[Record]], str] | None = None
 
     @property
     def file(self) -> str:
         return f"{self.name}.jsonl"
 
 
-def with_options(*of: Measurement) -> Callable[[Any], Any]:
-    """Add the options of measurements to a function, those of one name once."""
-
-    def decorate(body: Any) -> Any:
-        every = list(dict.fromkeys(x for m in of for x in m.options))
-        known: set[str] = set()
-        for f in (f for m in of for f in fields(m.case) if f.name not in known):
-            known.add(f.name)
-            if "option" in f.metadata:
-                every.append(added(f.name, f))
-            elif "group" in f.metadata:
-                every.append(takes(**{f.name: f.metadata["group"]}))
-        for one in reversed([*every, OUT, FORCE]):
-            body = one(body)
-        return body
-
-    return decorate
-
-
 def command(of: Measurement) -> click.Command:
     """The command line of a measurement."""
 
     @click.command(of.name, context_settings=SETTINGS, help=of.about)
-    @with_options(of)
-    def body(**options: Any) -> None:
-        run(of, Given(**options))
+    @takes(options=of.options, to=RecordOptions)
+    def body(options: Any, to: RecordOptions) -> None:
+        run(of, options, to)
 
     return body
 
 
-def run(of: Measurement, given: Given) -> None:
+def run(of: Measurement, options: Any, to: RecordOptions) -> None:
     """Measure what is not recorded yet, write the table of all records beside them, and print that
     of this run.
 
     Raises:
         SparqError: a group could not be measured; the others have been.
     """
-    file: Path = given.folder / of.file
-    groups = of.groups(given)
-    recs, n_failed = measured(of, given, groups, file)
+    file = to.folder / of.file
+    groups = of.groups(options)
+    recs, n_failed = measured(of, options, groups, file, force=to.force)
     if recs:
-        file.with_suffix(".md").write_text(whole_table(of, given.folder) + "\n", "utf-8")
-        print(_shown(of, recs, getattr(given, "output", "md")))
+        file.with_suffix(".md").write_text(whole_table(of, to.folder) + "\n", "utf-8")
+        print(of.show(options, recs) if of.show else of.table(recs))
     note(f"records: {file}", "dim")
     if n_failed:
         hint = "run it again: what is recorded is left out"
@@ -288,7 +189,7 @@ def run(of: Measurement, given: Given) -> None:
 
 
 def measured(
-    of: Measurement, given: Given, groups: Sequence[Group], file: Path
+    of: Measurement, options: Any, groups: Sequence[Group], file: Path, *, force: bool
 ) -> tuple[list[Record], int]:
     """Measure the groups that `file` lacks, each once, and add them there.
 
@@ -301,7 +202,7 @@ def measured(
     from pyorch import native
 
     env = records.environment({x: native.built(stock=x == "stock") for x in of.libraries})
-    recs = [] if given.force else records.load_all(file, keyed=True)
+    recs = [] if force else records.load_all(file, keyed=True)
     # a folder may be that of several machines
     runs = records.by_run(rec for rec in recs if _kind(rec["env"]) == _kind(env))
     groups = [g for i, g in enumerate(groups) if g not in groups[:i]]
@@ -325,7 +226,7 @@ def measured(
 
             spent += share
             try:
-                results = of.measure(given, group, done)
+                results = of.measure(options, group, done)
             except SparqError as error:
                 if len(groups) == 1:
                     raise
@@ -356,20 +257,6 @@ def _cost(group: Group) -> int:
     """How long a group takes, in any unit, for the estimate of the time left: a cache
     takes longer the larger it is."""
     return len(group) * (4096 + int(getattr(group[0], "n_depth", 0)))
-
-
-def _shown(of: Measurement, recs: Sequence[Record], form: str) -> str:
-    """Records in one of the formats of `-o`."""
-    if form == "md" or not of.rows:
-        return of.table(recs)
-    if form == "summary" and of.summary:
-        return of.summary(recs)
-    rows = of.rows(recs)
-    if form == "csv":
-        return table.as_csv(rows, quoted=True)
-    pairs = zip(rows, recs, strict=True)
-    more = [r | {x: rec[x] for x in ("counters", "samples_ns")} for r, rec in pairs]
-    return table.as_json(more) if form == "json" else table.as_jsonl(more)
 
 
 def whole_table(of: Measurement, folder: Path) -> str:

@@ -25,168 +25,41 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import click
-
 from pyorch import native, table
 from pyorch.attention.bytes import CELLS, GROUP, N_BATCH, layer_costs, per_token
 from pyorch.attention.saved import resolve
-from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model, parse_spec
+from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.bench import paper, records
 from pyorch.bench.bandwidth import MemoryReader, usual_bytes
-from pyorch.bench.records import Record, Result, spread
+from pyorch.bench.records import Record, Result, optional, spread
 from pyorch.bench.room import Place, Synthetic, geometry_of
 from pyorch.bench.turns import OFF, Side, check_dense, in_turns, refuse_idle, sides
 from pyorch.bench.worker import Worker, Workers
-from pyorch.cli import options as opt
-from pyorch.cli import types
-from pyorch.cli.bench.measurement import (
-    Column,
-    Done,
-    Given,
-    Measurement,
-    Row,
-    added,
-    crossed,
-    differing,
-    from_option,
-    numa_field,
-    rope_field,
-    settings,
-    text_hash,
+from pyorch.cli.bench.comparison import (
+    NUMA,
+    CacheCase,
+    SpeedOptions,
+    about,
+    best_of_stock,
+    printer,
+    types_of,
 )
-from pyorch.cli.groups import several, takes
+from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing, text_hash
 from pyorch.cli.loading import model_path
+from pyorch.cli.options import RpcOptions
 from pyorch.cli.terminal import confirm, note_if_beyond
-from pyorch.cli.types import THREADS, File, Files, Numbers, Ratio, Several
-from pyorch.engine import cache_type, usable_cores
 from pyorch.engine.settings import context_size
 from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
-from pyorch.ggml import CACHE_TYPES
 from pyorch.models.content import card_of
 from pyorch.models.geometry import Geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory
-from pyorch.models.synth import QUANTS
 from pyorch.table import number
 from pyorch.text import human_bytes, printable
 
-DEPTH = 4096
-
-# ---- options that are no fields of a case ----
-
-# as in llama-bench; with `auto` stock is measured both ways
-_FLASH_ATTN = {
-    **dict.fromkeys(("0", "off", "disabled", "false"), (False,)),
-    **dict.fromkeys(("1", "on", "enabled", "true"), (True,)),
-    **dict.fromkeys(("auto", "-1"), (False, True)),
-}
-MODELS = added(
-    "models", several("--model", "-m", of=Files(), text="GGUF models, as in `sparq-cpp pull`.")
-)
-YES = added("yes", opt.yes_option())
-LIKE = click.option(
-    "--like",
-    multiple=True,
-    metavar="NAME",
-    help="Time a synthetic model of this shape.  [default: llama2-7b]",
-)
-LAYERS = click.option(
-    "--layers",
-    "n_layer",
-    type=types.LAYERS,
-    help="Layers of the synthetic model.  [default: as many as fit]",
-)
-QUANT = click.option(
-    "--quant",
-    type=click.Choice(QUANTS),
-    default="q8_0",
-    show_default=True,
-    help="Weights of the synthetic model.",
-)
-FLASH_ATTN = click.option(
-    "-fa",
-    "--flash-attn",
-    type=Several(click.Choice(_FLASH_ATTN)),
-    multiple=True,
-    default=("0,1",),
-    callback=lambda _, __, lists: list(
-        dict.fromkeys(fa for names in lists for name in names for fa in _FLASH_ATTN[name])
-    ),
-    help="Flash attention of stock: 0, 1 or auto, which is both.  [default: 0,1]",
-)
-RATIO = added(
-    "ratio",
-    several(
-        "--ratio", of=Ratio(), default="1/8", text="Shares of dense attention's bytes to read."
-    ),
-)
-ATTN = click.option(
-    *opt.SPEC_OPTION,
-    "attn",
-    multiple=True,
-    metavar="SPEC",
-    help="All settings of attention as one line, in place of --ratio.",
-)
-REPETITIONS = click.option(
-    "-r",
-    "--repetitions",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="Repeat each test this many times.",
-)
-TEXT = click.option(
-    "--text",
-    type=File(),
-    metavar="FILE",
-    help="A book, of which -d tokens are read in place of random K and V.",
-)
-RPC = takes(rpc=opt.RpcOptions)
-OUTPUT = click.option(
-    "-o",
-    "--output",
-    type=click.Choice(["md", "summary", "csv", "json", "jsonl"]),
-    default="md",
-    show_default=True,
-    help="Format of the table.",
-)
-
-
-# ---- cases ----
-
-
-def _of_cache(short: str, name: str) -> Any:
-    """The field of the type of K or V."""
-    text = f"Type of {name.upper()} in the cache."
-    kind = click.Choice(CACHE_TYPES)
-    names = (short, f"--cache-type-{name}")
-    return from_option(several(*names, of=kind, default="f16", text=text), default="f16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheCase(Side):
-    """A cache of a kind and size, and the threads that read it."""
-
-    n_depth: int = from_option(
-        several(
-            "-d",
-            "--n-depth",
-            of=Numbers(),
-            text=f"Positions in the cache before.  [default: {DEPTH}; with --attn-only "
-            "4096,16384,32768]",
-        )
-    )
-    type_k: str = _of_cache("-ctk", "k")
-    type_v: str = _of_cache("-ctv", "v")
-    n_threads: int = from_option(
-        several(
-            "-t",
-            "--threads",
-            of=Numbers(1, THREADS.max),
-            text="Number of threads.  [default: all cores]",
-        )
-    )
+LIKE = ("llama2-7b",)
+DEPTHS = [4096]
+SPEC = "sparq,ratio=1/8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,56 +71,21 @@ class SpeedCase(CacheCase):
     model_type: str
     model_size: int  # the bytes of all tensors
     model_n_params: int
-    n_prompt: int = from_option(
-        several(
-            "-p", "--n-prompt", of=Numbers(), default="0", text="Time prompts of this many tokens."
-        )
-    )  # either this
-    n_gen: int = from_option(
-        several("-n", "--n-gen", of=Numbers(), default="16", text="Time this many decoded tokens.")
-    )  # or this is 0
-    repetitions: int = from_option(to=lambda given: given.repetitions)
+    n_prompt: int  # either this
+    n_gen: int  # or this is 0
+    repetitions: int
     # it stays because every key is made from it; records until November 2026 have both
     below_min_ctx: bool = False
     seed: int = 1  # of the positions before
-    calibration: str = from_option(default="", where_given=True)  # see `calibration`
-    text: str = from_option(
-        default="",
-        where_given=True,
-        to=lambda given: text_hash(given.text),
-        column=("positions before", lambda r: _before(r)),
-    )  # a hash of what ours has read; without one K and V are random
-    repack: bool = from_option(
-        opt.repack_option(),
-        default=True,
-        where_given=True,
-        to=lambda given: not given.repack,  # the option is --no-repack
-        column=("weights", {True: "rearranged", False: "as in the file"}),
-    )
-    numa: str = numa_field(where_given=False)
-    rope: str = rope_field()
-    kv_offload: bool = from_option(
-        opt.kv_option("in any case"),
-        default=True,
-        where_given=True,
-        to=lambda given: given.kv_offload is not False,
-        column=("K and V", {True: "with the layers", False: "in memory"}),
-    )
-    n_gpu_layers: int | None = from_option(
-        opt.gpu_option(),
-        default=None,
-        where_given=True,
-        column=("layers on the GPU", {None: "all"}),
-    )
-    n_workers: int = from_option(
-        default=0, where_given=True, to=lambda given: len(given.rpc.workers), column=("workers", {})
-    )
-    tensor_split: str = from_option(
-        default="",
-        where_given=True,
-        to=lambda given: ",".join(f"{x:g}" for x in given.rpc.tensor_split),
-        column=("split", {"": "by memory"}),
-    )
+    calibration: str = optional("")  # see `calibration`
+    text: str = optional("")  # a hash of what ours has read; without one K and V are random
+    repack: bool = optional(True)
+    numa: str
+    rope: str = optional("")  # `engine.Rope` as text
+    kv_offload: bool = optional(True)
+    n_gpu_layers: int | None = optional(None)
+    n_workers: int = optional(0)
+    tensor_split: str = optional("")
 
     @property
     def test(self) -> str:
@@ -290,74 +128,82 @@ def calibration(spec: AttentionSpec, model: Path) -> str:
 # ---- plan ----
 
 
-def complete(given: Given) -> None:
-    """Put the defaults of a run into its options, and the objects that they mean.
-
-    Raises:
-        SparqError: a model is neither here nor on the hub.
-    """
-    given.n_threads = given.n_threads or [usable_cores()]
-    given.specs = [parse_spec(x) for x in given.attn]
-    given.specs = given.specs or [AttentionSpec("sparq", ratio=x) for x in given.ratio]
-    given.models = [model_path(m, given.yes, native.check_compiler) for m in given.models]
-    given.like = given.like or ["llama2-7b"]
-    given.n_depth = given.n_depth or [DEPTH]
-    given.text = read_texts([Path(given.text)])[0] if given.text else ""
-    given.rpc.allowed()
-
-
-def groups(given: Given) -> list[list[SpeedCase]]:
+def groups(o: SpeedOptions) -> list[list[SpeedCase]]:
     """The cases that share a cache and take turns. Synthetic models are written after asking.
 
     Raises:
-        SparqError: there is nothing to measure, or a row cannot run as it says.
+        SparqError: there is nothing to measure, a model is neither here nor on the hub, or a row
+            cannot run as it says.
     """
-    tests = [{"n_prompt": n, "n_gen": 0} for n in given.n_prompt if n]
-    tests += [{"n_prompt": 0, "n_gen": n} for n in given.n_gen if n]
+    tests = [{"n_prompt": n, "n_gen": 0} for n in o.n_prompt if n]
+    tests += [{"n_prompt": 0, "n_gen": n} for n in o.n_gen if n]
     if not tests:
         raise SparqError("nothing to measure: -p 0 and -n 0", "-n 16", exit_code=2)
-    most = max(*given.n_prompt, *given.n_gen)
-    for path in given.models:
-        geo, room = geometry_of(path), room_for(max(given.n_depth), most)
-        note_if_beyond(context_size(geo, room, given.rope.settings()), geo.n_ctx_train)
+    o.rpc.allowed()
+    specs, depths, most = o.specs(SPEC), o.n_depth or DEPTHS, max(*o.n_prompt, *o.n_gen)
+    paths = [model_path(m, o.yes, native.check_compiler) for m in o.models]
+    for path in paths:
+        geo, room = geometry_of(path), room_for(max(depths), most)
+        note_if_beyond(context_size(geo, room, o.rope.settings()), geo.n_ctx_train)
     caches = []
-    for source in given.models or given.like:
-        for cache_ in crossed(given, "n_depth", "type_k", "type_v"):
-            who = sides(given.flash_attn, cache_["type_v"], given.specs)
-            if who[0]["library"] != "stock":
-                raise SparqError(
-                    f"llama.cpp has no {cache_['type_v']} V without flash attention",
-                    "-fa 1, or a -ctv of f16 or bf16",
-                    exit_code=2,
-                )
+    sources: Sequence[Path | str] = paths or o.like or LIKE
+    for source, n_depth, type_k, type_v in product(sources, depths, o.type_k, o.type_v):
+        who = sides(o.stock, type_v, specs)
+        if who[0]["library"] != "stock":
+            raise SparqError(
+                f"llama.cpp has no {type_v} V without flash attention",
+                "-fa 1, or a -ctv of f16 or bf16",
+                exit_code=2,
+            )
+        model: Path | Synthetic
+        if isinstance(source, Path):
             model = source
-            if not isinstance(source, Path):
-                size = room_for(cache_["n_depth"], most), cache_["type_k"], cache_["type_v"]
-                at = Place(given.n_gpu_layers, given.kv_offload is not False, not given.repack)
-                n_layer = given.n_layer or at.fitting(
-                    source, given.quant, [Side(**side) for side in who], size
-                )
-                model = Synthetic(source, n_layer, given.quant)
-            caches.append((model, cache_, who))
-    _agree_to_write([m for m, *_ in caches if isinstance(m, Synthetic)], given.yes)
-    shared, planned = settings(SpeedCase, given), []
-    for model, cache_, who in caches:
+        else:
+            size = room_for(n_depth, most), type_k, type_v
+            at = Place(o.n_gpu_layers, o.kv_offload is not False, not o.no_repack)
+            all_sides = [Side(**side) for side in who]
+            n_layer = o.n_layer or at.fitting(source, o.quant, all_sides, size)
+            model = Synthetic(source, n_layer, o.quant)
+        caches.append((model, {"n_depth": n_depth, "type_k": type_k, "type_v": type_v}, who))
+    _agree_to_write([m for m, *_ in caches if isinstance(m, Synthetic)], o.yes)
+    planned = []
+    for model, cache, who in caches:
         path = model.written() if isinstance(model, Synthetic) else model
-        geo = geometry_of(path)
-        about = {
-            "model": path,
-            "model_filename": printable(path.name),
-            "model_type": geo.name,
-            "model_size": geo.weight_bytes,
-            "model_n_params": geo.n_params,
-        }
         who = [side | {"calibration": calibration(side["spec"], path)} for side in who]
-        for test, n_threads in product(tests, given.n_threads):
-            common = shared | cache_ | test | about | {"n_threads": n_threads}
+        shared = _shared(o) | _of_model(path) | cache
+        for test, n_threads in product(tests, o.threads):
+            common = shared | test | {"n_threads": n_threads}
             planned.append([SpeedCase(**common, **side) for side in who])
     for group in planned:
         check(group)
     return planned
+
+
+def _shared(o: SpeedOptions) -> dict[str, Any]:
+    """The fields of a case that are the same in all of a run."""
+    return {
+        "repetitions": o.repetitions,
+        "text": text_hash(o.book),
+        "repack": not o.no_repack,
+        "numa": o.numa or "",
+        "rope": str(o.rope.settings() or ""),
+        "kv_offload": o.kv_offload is not False,
+        "n_gpu_layers": o.n_gpu_layers,
+        "n_workers": len(o.rpc.workers),
+        "tensor_split": ",".join(f"{x:g}" for x in o.rpc.tensor_split),
+    }
+
+
+def _of_model(path: Path) -> dict[str, Any]:
+    """The fields of a case that name its model."""
+    geo = geometry_of(path)
+    return {
+        "model": path,
+        "model_filename": printable(path.name),
+        "model_type": geo.name,
+        "model_size": geo.weight_bytes,
+        "model_n_params": geo.n_params,
+    }
 
 
 def _agree_to_write(models: Sequence[Synthetic], yes: bool) -> None:
@@ -388,7 +234,7 @@ def check(group: Sequence[SpeedCase]) -> None:
             continue
         # what the first token sees; the very first of a text counts as its prompt
         n_pos = max(c.n_depth, 1) + 1
-        splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *_element_bytes(c))]
+        splits = [layer.split for layer in layer_costs(geo, spec, n_pos, *c.element_bytes)]
         if all(s.dense for s in splits):
             reason = f": {splits[0].reason}" if splits else ""
             raise SparqError(
@@ -398,14 +244,10 @@ def check(group: Sequence[SpeedCase]) -> None:
             )
 
 
-def _element_bytes(c: CacheCase) -> list[float]:
-    return [cache_type(t).bytes_per_element for t in (c.type_k, c.type_v)]
-
-
 # ---- measure ----
 
 
-def measure(given: Given, group: Sequence[SpeedCase], done: Done) -> list[Result]:
+def measure(o: SpeedOptions, group: Sequence[SpeedCase], done: Done) -> list[Result]:
     """Returns one result per case of a group: samples, bytes, counters and bandwidth.
 
     Raises:
@@ -430,13 +272,13 @@ def measure(given: Given, group: Sequence[SpeedCase], done: Done) -> list[Result
                         other.close()
                     opened.clear()
                 opened.append(worker)
-                _open(worker, case, given)
+                _open(worker, case, o.rpc)
             return worker
 
         for i, case in enumerate(group):
             process(case)
             done(0.1 * (i + 1) / len(group))
-        layers = _prepare(group, process, given.text)
+        layers = _prepare(group, process, o.book)
         done(0.2)
         # a round of growth has one timed turn, and its number as the seed: A B, B A, ...
         results, bandwidth = in_turns(
@@ -477,13 +319,13 @@ def check_memory(group: Sequence[SpeedCase]) -> None:
         )
 
 
-def _open(worker: Worker, case: SpeedCase, given: Given) -> None:
+def _open(worker: Worker, case: SpeedCase, rpc: RpcOptions) -> None:
     same = "n_threads n_batch flash_attn type_k type_v numa n_gpu_layers kv_offload rope repack"
     worker.open(
         model=str(case.model),
         n_ctx=-(-case.n_positions // CELLS) * CELLS,
-        workers=list(given.rpc.workers),
-        tensor_split=list(given.rpc.tensor_split),
+        workers=list(rpc.workers),
+        tensor_split=list(rpc.tensor_split),
         **{name: getattr(case, name) for name in same.split()},
     )
     if case.n_depth:
@@ -558,7 +400,7 @@ def kv_bytes(case: SpeedCase, geo: Geometry, counters: Mapping[str, int]) -> int
     counted = counters.get("steps", 0)
     total = 0
     for n_pos in range(case.n_depth + 1, case.n_depth + case.n_gen + 1):
-        layers = layer_costs(geo, OFF, n_pos, *_element_bytes(case))
+        layers = layer_costs(geo, OFF, n_pos, *case.element_bytes)
         total += sum(x.bytes_dense for x in layers if not (counted and x.ours))
     return total // case.n_gen + int(per_token(counters)[0])
 
@@ -572,12 +414,12 @@ def rows(recs: Sequence[Record]) -> list[Row]:
     `samples_ns` are for single tokens (or whole prompts), `avg_ns` is for a whole test. `speedup`
     and `roofline_speedup` are over the faster of the run's stock; nan where they mean nothing.
     """
-    best: dict[str, tuple[float, int]] = {}
+    best = best_of_stock(recs, lambda rec: spread(rec["samples_ns"])[0])
+    out = []
     for rec in recs:
-        if rec["case"]["library"] == "stock":
-            run, this = records.run_of(rec), spread(rec["samples_ns"])[0]
-            best[run] = min(best.get(run, (math.inf, 0)), (this, rec["bytes_kv"]))
-    return [_row(rec, *best.get(records.run_of(rec), (math.nan, 0))) for rec in recs]
+        ns, stock = best.get(records.run_of(rec), (math.nan, {"bytes_kv": 0}))
+        out.append(_row(rec, ns, stock["bytes_kv"]))
+    return out
 
 
 def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
@@ -667,6 +509,19 @@ _COMPARED: dict[str, Column] = {
 }
 
 
+# shown if rows differ in it
+_SETTINGS: dict[str, Column] = {
+    "positions before": lambda r: _before(r),
+    "weights": lambda r: "rearranged" if r["repack"] else "as in the file",
+    **NUMA,
+    "RoPE": lambda r: r["rope"] or "the model's own",
+    "K and V": lambda r: "with the layers" if r["kv_offload"] else "in memory",
+    "layers on the GPU": lambda r: "all" if r["n_gpu_layers"] is None else r["n_gpu_layers"],
+    "workers": lambda r: r["n_workers"],
+    "split": lambda r: r["tensor_split"] or "by memory",
+}
+
+
 def markdown(recs: Sequence[Record]) -> str:
     """llama-bench's table, with our own columns at the right."""
     shown: dict[str, Column] = {
@@ -688,7 +543,7 @@ def markdown(recs: Sequence[Record]) -> str:
     for name in ("type_k", "type_v"):  # as in llama-bench, only if rows differ in it
         if {r[name] for r in lines} == {"f16"}:
             del shown[name]
-    return _table(shown, lines) + "\n\n" + _machine(recs)
+    return _table(shown, lines, recs)
 
 
 def summary(recs: Sequence[Record]) -> str:
@@ -697,17 +552,16 @@ def summary(recs: Sequence[Record]) -> str:
     lines = [r for r in lines if r["n_gen"] and not r["below_min_ctx"]]
     shown: dict[str, Column] = {
         "model": lambda r: r["model_type"],
-        "K, V": lambda r: ", ".join(dict.fromkeys((r["type_k"], r["type_v"]))),
+        "K, V": types_of,
         "positions": lambda r: r["n_depth"],
         "attention": lambda r: f"`{label(r)}`",
         "best stock, ms": lambda r: f"{r['speedup'] * r['median_ns'] / 1e6:.1f}",
         "ours, ms": lambda r: f"{r['median_ns'] / 1e6:.1f}",
         "faster": lambda r: f"{r['speedup']:.2f}x",
-        **{{"limit": "limit by bytes"}.get(name, name): show for name, show in _COMPARED.items()},
+        **_COMPARED,
+        **differing({"threads": lambda r: r["n_threads"]}, lines),
     }
-    if len({r["n_threads"] for r in lines}) > 1:
-        shown["threads"] = lambda r: r["n_threads"]
-    return _table(shown, lines) + "\n\n" + _machine(recs)
+    return _table(shown, lines, recs)
 
 
 def _before(r: Row) -> str:
@@ -716,26 +570,18 @@ def _before(r: Row) -> str:
     return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
 
 
-def _table(shown: Mapping[str, Column], lines: Sequence[Row]) -> str:
-    """The rows as Markdown, without columns that say nothing."""
-    every = {**shown, **differing(SpeedCase, lines)}
+def _table(shown: Mapping[str, Column], lines: Sequence[Row], recs: Sequence[Record]) -> str:
+    """The rows as Markdown, without columns that say nothing, and what they were measured with."""
+    every = {**shown, **differing(_SETTINGS, lines)}
     full = {name: show for name, show in every.items() if {show(r) for r in lines} != {"-"}}
-    return table.columns(full, lines, left=("model", "attention"))
-
-
-def _machine(recs: Sequence[Record]) -> str:
-    speeds = sorted(r["bandwidth_bytes_per_s"] / 1e9 for r in rows(recs))
-    env = recs[0]["env"]
     before = " or ".join(dict.fromkeys(map(_before, rows(recs))))
-    pins = ", ".join(dict.fromkeys(r["env"]["pin"] for r in recs))
     commits = dict.fromkeys(
         f"{r['env']['commit'][:9]}{' and changes' if r['env']['dirty'] else ''}" for r in recs
     )
-    return (
-        f"{env['machine']['cpu']}, {env['machine']['cores']} cores; sequential read "
-        f"{speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run; positions before: {before}; "
-        f"{pins}, {', '.join(commits)}.{records.about_old(recs)}"
-    )
+    built = ", ".join((*dict.fromkeys(r["env"]["pin"] for r in recs), *commits))
+    speeds = [statistics.median(r["bandwidth_bytes_per_s"]) for r in recs]
+    ending = about(recs, speeds, f"positions before: {before}", built)
+    return f"{table.columns(full, lines, left=('model', 'attention'))}\n\n{ending}"
 
 
 def _size(n: int) -> str:
@@ -745,25 +591,11 @@ def _size(n: int) -> str:
 MEASUREMENT = Measurement(
     name="speed",
     about="Decoded tokens and prompts, stock llama.cpp and ours in turns.",
+    options=SpeedOptions,
     case=SpeedCase,
-    options=(
-        MODELS,
-        YES,
-        LIKE,
-        LAYERS,
-        QUANT,
-        FLASH_ATTN,
-        RATIO,
-        ATTN,
-        REPETITIONS,
-        TEXT,
-        RPC,
-        OUTPUT,
-    ),
     groups=groups,
     measure=measure,
     table=markdown,
     libraries=("stock", "sparq"),
-    rows=rows,
-    summary=summary,
+    show=printer(markdown, rows, summary),
 )
