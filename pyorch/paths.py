@@ -75,6 +75,21 @@ def size(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_file())
 
 
+def check_exec(folder: Path) -> None:
+    """Refuse a folder, which need not exist yet, where programs and libraries cannot run.
+
+    Raises:
+        SparqError: its file system is mounted with noexec.
+    """
+    while not folder.exists():
+        folder = folder.absolute().parent
+    if hasattr(os, "ST_NOEXEC") and os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise SparqError(
+            f"{folder}: nothing can run from this file system, which is mounted with noexec",
+            "SPARQ_CACHE=FOLDER takes another place",
+        )
+
+
 def private(folder: Path) -> Path:
     """The folder, which is made for this user alone if it is not there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -107,6 +107,10 @@ if sys.platform == "win32":
         _KERNEL.GlobalMemoryStatusEx(status)
         return status[1], status[2]
 
+    def address_space() -> int | None:
+        """The bytes that this process may still map; None without a limit, as here."""
+        return None
+
     @contextmanager
     def no_interrupt() -> Iterator[None]:
         """A process that is started in this block does not get Ctrl-C. Here it does."""
@@ -172,6 +176,15 @@ else:
         says that so easily."""
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return installed, installed
+
+    def address_space() -> int | None:
+        """The bytes that this process may still map, files included; None without a limit
+        (`ulimit -v`), and on macOS, which keeps none."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit == resource.RLIM_INFINITY or sys.platform == "darwin":
+            return None
+        with open("/proc/self/statm") as f:
+            return max(limit - int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE"), 0)
 
     @contextmanager
     def no_interrupt() -> Iterator[None]:

@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "HEAD":
+        if self.command != "GET":
             return
         if (hold := self.hub.hold) and "/resolve/" in path:
             self.wfile.write(body[: len(body) // 2])
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(body)
 
-    do_HEAD = do_GET
+    do_HEAD = do_CONNECT = do_GET
 
 
 @contextmanager

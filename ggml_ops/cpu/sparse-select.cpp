@@ -1,7 +1,6 @@
 // SELECT: which thread ranks which tiles, and what threads do together where heads are few.
 
 #include "sparse-score-select.h"
-#include "sparse-select-shared.h"
 
 sparse::select_src::select_src(const ggml_tensor * dst) :
     ggml_sparse_src(ggml_sparse_src_of(dst)),
@@ -146,37 +145,39 @@ struct select_pass {
     }
 
     // phase 3: the heads that it shares. Their owners rank them, or, where it pays, all who share them do
-    void rank_parts() {
-        const auto by_owner = [&](auto f) {
-            return [this, f](const part & p, const head_scores & scores, const select_work & o) {
-                if (p.owner == ith) {
-                    f(p, scores, o);
+    void rank_parts() const {
+        line_stream none;
+        const bool all = nth >= MANY_SHARE*a.n_all && a.n_kv >= LONG_SHARE;
+        if (!all) {
+            each_part([&](const part & p, const head_scores & s, const select_work & o, bool owns) {
+                if (owns) {
+                    select_topk(result(p.head), o, s, a.args(p.head), none);
                 }
-            };
-        };
-        if (nth < MANY_SHARE*a.n_all || a.n_kv < LONG_SHARE) {
-            each_part(by_owner([&](const part & p, const head_scores & scores, const select_work &) {
-                line_stream none;
-                select_topk(result(p.head), w, scores, a.args(p.head), none);
-            }));
+            });
             return;
         }
-        each_part([&](const part & p, const head_scores & scores, const select_work & o) { share_keys(o, w, scores, p.i0, p.i1); });
-        each_part(by_owner([&](const part & p, const head_scores & scores, const select_work & o) { share_guess(o, scores, a.args(p.head)); }));
-        each_part([&](const part & p, const head_scores & scores, const select_work & o) { share_candidates(o, scores, p.i0, p.i1); });
-        each_part(by_owner([&](const part & p, const head_scores & scores, const select_work & o) {
-            share_finish(result(p.head), o, scores, a.args(p.head));
-        }));
+        each_part([&](const part & p, const head_scores & s, const select_work & o, bool) { make_keys(o, w, s, p.i0, p.i1, none); });
+        each_part([&](const part & p, const head_scores & s, const select_work & o, bool owns) {
+            if (owns) {
+                guess_candidates(o, s, a.args(p.head));
+            }
+        });
+        each_part([&](const part & p, const head_scores & s, const select_work & o, bool) { find_candidates(o, s, p.i0, p.i1, none); });
+        each_part([&](const part & p, const head_scores & s, const select_work & o, bool owns) {
+            if (owns) {
+                select_candidates(result(p.head), o, s, a.args(p.head), none, true);
+            }
+        });
     }
 
-    // after a barrier, f(part, its scores, the owner's scratch) for each of this thread's parts that is ranked
+    // after a barrier, f(part, its scores, the owner's scratch, is that this thread?) for each of this thread's parts that is ranked
     template <typename F>
     void each_part(F f) const {
         ggml_barrier(params->threadpool);
         for (int i = 0; i < n_part; ++i) {
             const part & p = parts[i];
             if (!reads_all(p.head)) {
-                f(p, w.scores(a, p.head.u, p.owner, false, nth), select_work(a, wdata, p.owner, nth));
+                f(p, w.scores(a, p.head.u, p.owner, false, nth), select_work(a, wdata, p.owner, nth), p.owner == ith);
             }
         }
     }

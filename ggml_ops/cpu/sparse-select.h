@@ -84,7 +84,7 @@ struct select_scratch {
     float   * top;      // [n_head] the largest logit ..
     float   * all;      // [n_head] .. and the sum of exp(logit - top)
     float   * factor;   // [n_tile][n_head] brings exp(logit - max) of a tile to exp(logit - top)
-    float   * guess;    // [1] where threads share a head: candidates have at least this key ..
+    float   * guess;    // [1] candidates have at least this key ..
     int32_t * n_wanted; // [1] .. so many are wanted ..
     int32_t * n_cand;   // [n_tile] .. and each tile has so many, those of tile i from i*(tile + W) on
 };
@@ -465,26 +465,58 @@ static inline void select_all(int32_t * res, int n_head, int topk_max) {
     std::fill_n(res + 1 + n_head, topk_max, -1);
 }
 
-// all of it, once the tiles are finished
-static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
-    if (wants_softmax(a) || s.n_head > 1) {
-        sum_tiles(w, s);
-    }
-    float * key = keys(w, s);
+// ---- the steps, once the tiles are finished: by one thread, or shared by those that have some of the tiles ----
+//
+// One of them owns the head: o is its scratch. Where threads share, there is a barrier in front of each step.
+
+// every thread: the keys of its tiles [i0, i1), with scratch of its own
+static inline void make_keys(const select_scratch & o, const select_scratch & w, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
     if (s.n_head > 1) {
-        rank_keys(key, w, s, 0, s.n_tile(), next);
+        sum_tiles(w, s);
+        rank_keys(o.key, w, s, i0, i1, next);
     }
-    const int k = n_wanted(a, raise_forced(w, key, s.n, a));
-    int   n_cand = 0;
-    float guess  = -FLT_MAX;
-    for (float wide = 1.0f; k > 0; wide *= 4.0f) {
-        guess  = guess_cut(w, key, s.n, k, wide);
-        n_cand = take_candidates(w.cand, w.cell, key, 0, s.n, guess, next);
-        if (n_cand >= k || guess == -FLT_MAX) {
-            break;
-        }
+}
+
+// the owner
+static inline void guess_candidates(const select_scratch & o, const head_scores & s, const select_args & a) {
+    float * key = keys(o, s);
+    *o.n_wanted = n_wanted(a, raise_forced(o, key, s.n, a));
+    *o.guess    = guess_cut(o, key, s.n, *o.n_wanted, 1.0f);
+}
+
+// every thread
+static inline void find_candidates(const select_scratch & o, const head_scores & s, int64_t i0, int64_t i1, line_stream & next) {
+    for (int64_t i = i0; i < i1; ++i) {
+        const int64_t t0 = s.begin(i), at = i*(s.tile + W);
+        o.n_cand[i] = take_candidates(o.cand + at, o.cell + at, keys(o, s), t0, t0 + s.size(i), *o.guess, next);
     }
-    finish_select(res, w, s, a, n_cand, k, guess);
+}
+
+// the owner. shared: it may have had another head in between
+static inline void select_candidates(int32_t * res, const select_scratch & o, const head_scores & s, const select_args & a, line_stream & next,
+        bool shared) {
+    if (s.n_head == 1 ? wants_softmax(a) : shared) {
+        sum_tiles(o, s);
+    }
+    int n = o.n_cand[0];
+    for (int64_t i = 1; i < s.n_tile(); ++i) {
+        memmove(o.cand + n, o.cand + i*(s.tile + W), o.n_cand[i]*sizeof(float));
+        memmove(o.cell + n, o.cell + i*(s.tile + W), o.n_cand[i]*sizeof(int32_t));
+        n += o.n_cand[i];
+    }
+    for (float wide = 4.0f; n < *o.n_wanted && *o.guess != -FLT_MAX; wide *= 4.0f) { // the guess was bad
+        *o.guess = guess_cut(o, keys(o, s), s.n, *o.n_wanted, wide);
+        n = take_candidates(o.cand, o.cell, keys(o, s), 0, s.n, *o.guess, next);
+    }
+    finish_select(res, o, s, a, n, *o.n_wanted, *o.guess);
+}
+
+// one thread
+static inline void select_topk(int32_t * res, const select_scratch & w, const head_scores & s, const select_args & a, line_stream & next) {
+    make_keys(w, w, s, 0, s.n_tile(), next);
+    guess_candidates(w, s, a);
+    find_candidates(w, s, 0, s.n_tile(), next);
+    select_candidates(res, w, s, a, next, false);
 }
 
 } // namespace sparse

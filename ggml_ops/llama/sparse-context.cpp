@@ -362,7 +362,7 @@ int64_t llama_sparse_attn_check(llama_context * ctx) {
     return llama_sparse_logged<int64_t>(__func__, -1, [&] {
         ctx->synchronize();
         auto * kv = find_shadowed(ctx->get_memory());
-        return kv ? llama_sparse_count_stale(*kv) : -1;
+        return kv ? llama_sparse_count_stale(*kv, ctx->get_sched()) : -1;
     });
 }
 

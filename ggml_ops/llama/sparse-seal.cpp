@@ -3,8 +3,7 @@
 #include "sparse-codes.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
+#include <stdexcept>
 
 using access = llama_sparse_access;
 
@@ -34,68 +33,89 @@ std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_m
     return res;
 }
 
-// a graph that seals up to n_list groups of each stream, in all layers
+// a graph that seals some groups of each stream in some layers
 struct seal_graph {
-    ggml_context_ptr ctx;
-    ggml_tensor    * list;   // [n_list, n_stream]; -1: nothing
-    ggml_tensor    * sealed; // [n_grp, n_stream]
-    ggml_cgraph    * gf;
-    int64_t          n_layer = 0;
+    llama_kv_cache                           & kv;
+    const std::vector<std::vector<int32_t>>  & groups; // [n_stream]
+    size_t             n_list = 0;
+    ggml_context_ptr   ctx;
+    ggml_tensor      * list;   // [n_list, n_stream]; -1: nothing
+    ggml_tensor      * sealed; // [n_grp, n_stream]
+    ggml_cgraph      * gf;
 
-    seal_graph(llama_kv_cache & kv, llama_sparse_state & state, size_t n_list) {
-        const auto & layers = access::layers(kv);
-        const auto & shadow = *access::shadow(kv);
-        ctx.reset(ggml_init({ (16*layers.size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
-        list   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, kv.get_n_stream());
-        sealed = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, shadow.sealed(0).size(), kv.get_n_stream());
+    seal_graph(llama_kv_cache & kv, const std::vector<std::vector<int32_t>> & groups) : kv(kv), groups(groups) {
+        for (const auto & of_stream : groups) {
+            n_list = std::max(n_list, of_stream.size());
+        }
+        ctx.reset(ggml_init({ (16*access::layers(kv).size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
+        list   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, groups.size());
+        sealed = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, access::shadow(kv)->sealed(0).size(), groups.size());
         gf     = ggml_new_graph(ctx.get());
         ggml_set_input(list);
         ggml_set_input(sealed);
+    }
 
+    // the cells of model layer il to `layer`
+    void add(int32_t il, const llama_sparse_shadow::layer & layer, ggml_tensor * stats) {
         llama_kv_cache::slot_info all;
         all.s0 = 0;
-        all.s1 = kv.get_n_stream() - 1;
-        for (const auto & [il, ikv] : access::layer_ids(kv)) {
-            if (shadow.at(ikv).k_t && layers[ikv].il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
-                ggml_sparse_src src = {};
-                src.k      = kv.get_k(ctx.get(), il, kv.get_size(), all);
-                src.v      = kv.get_v(ctx.get(), il, kv.get_size(), all);
-                src.list   = list;
-                src.sealed = sealed;
-                src.stats  = state.stats(llama_sparse_device_of(layers[ikv].k));
-                ggml_build_forward_expand(gf, shadow.build_seal(ctx.get(), kv, ikv, 0, src));
-                ++n_layer;
+        all.s1 = groups.size() - 1;
+        ggml_sparse_src src = {};
+        src.k      = kv.get_k(ctx.get(), il, kv.get_size(), all);
+        src.v      = kv.get_v(ctx.get(), il, kv.get_size(), all);
+        src.list   = list;
+        src.sealed = sealed;
+        src.stats  = stats;
+        layer.give(ctx.get(), groups.size(), 0, src);
+        ggml_build_forward_expand(gf, ggml_sparse_attn_seal(ctx.get(), &src, { access::shadow(kv)->n_bit(), llama_sparse_n_rot(kv) }));
+    }
+
+    // on the backends of `like`, by a scheduler of its own, so that the allocations of the context's stay as they are; each node runs where its k_t lies
+    bool compute(ggml_backend_sched_t like) {
+        std::vector<ggml_backend_t> backends;
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(like); ++i) {
+            backends.push_back(ggml_backend_sched_get_backend(like, i));
+        }
+        ggml_backend_sched_ptr sched(ggml_backend_sched_new(backends.data(), nullptr, backends.size(), GGML_DEFAULT_GRAPH_SIZE, false, false));
+        if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
+            return false;
+        }
+        const auto & shadow = *access::shadow(kv);
+        for (uint32_t s = 0; s < groups.size(); ++s) {
+            std::vector<int32_t> row = groups[s];
+            row.resize(n_list, -1);
+            ggml_backend_tensor_set(list, row.data(), s*list->nb[1], list->nb[1]);
+            if (ggml_sparse_has_codes(shadow.n_bit())) {
+                row.assign(shadow.sealed(s).begin(), shadow.sealed(s).end());
+                ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
             }
         }
+        return ggml_backend_sched_graph_compute(sched.get(), gf) == GGML_STATUS_SUCCESS;
     }
 };
 
 } // namespace
 
 int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most, uint32_t end) {
-    auto & shadow = *access::shadow(kv);
-    auto   todo   = groups_to_seal(kv, n_most, end);
-    size_t n_list = 0, n_group = 0;
+    auto &     shadow = *access::shadow(kv);
+    const auto todo   = groups_to_seal(kv, n_most, end);
+    int64_t n_group = 0, n_layer = 0;
     for (const auto & groups : todo) {
-        n_list   = std::max(n_list, groups.size());
         n_group += groups.size();
     }
     if (n_group == 0) {
         return 0;
     }
-    const seal_graph graph(kv, state, n_list);
-    if (graph.n_layer == 0) {
+    seal_graph graph(kv, todo);
+    for (const auto & [il, ikv] : access::layer_ids(kv)) {
+        const auto & cached = access::layers(kv)[ikv];
+        if (shadow.at(ikv).k_t && cached.il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
+            graph.add(il, shadow.at(ikv), state.stats(llama_sparse_device_of(cached.k)));
+            ++n_layer;
+        }
+    }
+    if (n_layer == 0) {
         return 0;
-    }
-
-    // a scheduler of its own, so that the allocations of the context's stay as they are; each node runs where its k_t lies
-    std::vector<ggml_backend_t> backends;
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(like); ++i) {
-        backends.push_back(ggml_backend_sched_get_backend(like, i));
-    }
-    ggml_backend_sched_ptr sched(ggml_backend_sched_new(backends.data(), nullptr, backends.size(), GGML_DEFAULT_GRAPH_SIZE, false, false));
-    if (!ggml_backend_sched_alloc_graph(sched.get(), graph.gf)) {
-        return -1;
     }
     // whatever throws or fails in between, no group may count as sealed whose part of the shadow was not written
     struct unless_done {
@@ -114,19 +134,13 @@ int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_
         for (int32_t g : todo[s]) {
             shadow.seal(s, g);
         }
-        todo[s].resize(n_list, -1);
-        ggml_backend_tensor_set(graph.list, todo[s].data(), s*graph.list->nb[1], graph.list->nb[1]);
-        if (ggml_sparse_has_codes(shadow.n_bit())) {
-            const std::vector<int32_t> row(shadow.sealed(s).begin(), shadow.sealed(s).end());
-            ggml_backend_tensor_set(graph.sealed, row.data(), s*graph.sealed->nb[1], graph.sealed->nb[1]);
-        }
     }
-    if (ggml_backend_sched_graph_compute(sched.get(), graph.gf) != GGML_STATUS_SUCCESS) {
+    if (!graph.compute(like)) {
         return -1;
     }
     guard.is_done = true;
     shadow.commit();
-    return graph.n_layer*n_group;
+    return n_layer*n_group;
 }
 
 //
@@ -135,160 +149,85 @@ int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_
 
 namespace {
 
-// a tensor where the CPU can read it: its own data, or a copy from the device
-struct host_view {
+// a tensor of the shadow, and the same as it was sealed again
+struct tensor_pair {
     const ggml_tensor * t;
-    std::vector<char>   copy;
-    const char        * data;
+    std::vector<char>   now, again;
 
-    explicit host_view(const ggml_tensor * t) : t(t), data(t ? (const char *) t->data : nullptr) {
-        if (t && llama_sparse_device_of(t)) {
-            copy.resize(ggml_nbytes(t));
-            ggml_backend_tensor_get(t, copy.data(), 0, copy.size());
-            data = copy.data();
+    tensor_pair(const ggml_tensor * t, const ggml_tensor * copy) : t(t), now(t ? ggml_nbytes(t) : 0), again(now.size()) {
+        if (t) {
+            ggml_backend_tensor_get(t, now.data(), 0, now.size());
+            ggml_backend_tensor_get(copy, again.data(), 0, again.size());
         }
     }
+
+    // do they have the same n bytes at `begin`? mask: the bits of each byte that count
+    bool is_same(size_t begin, size_t n, int mask = 0xFF) const {
+        bool res = true;
+        for (size_t i = begin; i < begin + n; ++i) {
+            res = res && ((now[i] ^ again[i]) & mask) == 0;
+        }
+        return res;
+    }
+
+    bool is_row_same(uint32_t s, int64_t row) const { return is_same(s*t->nb[2] + row*t->nb[1], t->nb[1]); }
 };
 
-// one row of K or V as f32; row [n] of a type that has a kernel
-void load_row(const host_view & view, uint32_t stream, uint32_t cell, std::vector<float> & row) {
-    const ggml_tensor * t = view.t;
-    const void * src = view.data + stream*t->nb[2] + cell*t->nb[1];
-    row.resize(t->ne[0]);
-    if (t->type == GGML_TYPE_F32) {
-        memcpy(row.data(), src, row.size()*sizeof(float));
-    } else {
-        ggml_get_type_traits(t->type)->to_float(src, row.data(), row.size());
-    }
-}
-
-// x [n] = H*x, the orthonormal Walsh-Hadamard matrix, its own inverse
-void hadamard(float * x, int32_t n) {
-    for (int32_t s = 1; s < n; s *= 2) {
-        for (int32_t i = 0; i < n; ++i) {
-            if (!(i & s)) {
-                const float a = x[i], b = x[i + s];
-                x[i]     = a + b;
-                x[i + s] = a - b;
-            }
-        }
-    }
-    for (int32_t i = 0; i < n; ++i) {
-        x[i] /= std::sqrt((float) n);
-    }
-}
-
-// what is compared in one layer
 struct layer_check {
-    const host_view k, v, k_t, k_range, v_sum;
-    const int32_t   n_bit, n_rot;
-    std::vector<float> row = {};
+    const tensor_pair k_t, k_range, v_sum;
+    const int         n_bit;
 
-    // does k_t hold x for cell i and component c? As exactly as its type can; err: of x itself
-    bool matches(uint32_t s, uint32_t i, size_t c, float x, float err) const {
-        const auto * codes = (const uint8_t *) k_t.data + s*k_t.t->nb[2] + c*k_t.t->nb[1];
-        if (!ggml_sparse_has_codes(n_bit)) {
-            const float y = ggml_fp16_to_fp32(((const ggml_fp16_t *) codes)[i]);
-            return y == ggml_fp16_to_fp32(ggml_fp32_to_fp16(x)) || (err > 0.0f && std::abs(y - x) <= err + 5e-4f*std::abs(x));
-        }
-        const auto * nb = k_range.t->nb;
-        const auto * range = (const float *) (k_range.data + s*nb[3] + c*nb[2] + i/GGML_SPARSE_RUN*nb[1]);
-        const int code = codes[ggml_sparse_code_byte(i, n_bit)] >> ggml_sparse_code_shift(i, n_bit) & ggml_sparse_code_max(n_bit);
-        return std::abs(range[1] + range[0]*code - x) <= 0.501f*range[0] + 1e-6f*std::abs(x) + err;
-    }
-
-    bool cell_matches(uint32_t s, uint32_t i) {
-        load_row(k, s, i, row);
-        float err = 0.0f;
-        for (size_t c = 0; n_rot > 0 && c < row.size(); c += n_rot) {
-            hadamard(&row[c], n_rot);
-        }
-        for (size_t c = 0; n_rot > 0 && c < row.size(); ++c) {
-            err = std::max(err, 1e-5f*std::abs(row[c])); // the matrix rounds
-        }
-        for (size_t c = 0; c < row.size(); ++c) {
-            if (!matches(s, i, c, std::clamp(row[c], -GGML_SPARSE_SHADOW_MAX, GGML_SPARSE_SHADOW_MAX), err)) {
+    // of group g; is_block: all groups of its sum block are sealed
+    bool is_same(uint32_t s, uint32_t g, bool is_block) const {
+        const bool   codes = ggml_sparse_has_codes(n_bit);
+        const int    i     = g*GGML_SPARSE_GROUP;
+        const size_t begin = codes ? ggml_sparse_code_byte(i, n_bit) : i*sizeof(ggml_fp16_t); // 64 codes have a bit field in each byte of a line
+        const size_t size  = codes ? GGML_SPARSE_LINE : GGML_SPARSE_GROUP*sizeof(ggml_fp16_t);
+        const int    mask  = codes ? ggml_sparse_code_max(n_bit) << ggml_sparse_code_shift(i, n_bit) : 0xFF;
+        for (int64_t c = 0; c < k_t.t->ne[1]; ++c) {
+            const auto * nb = codes ? k_range.t->nb : nullptr;
+            if (!k_t.is_same(s*k_t.t->nb[2] + c*k_t.t->nb[1] + begin, size, mask) ||
+                    (codes && !k_range.is_same(s*nb[3] + c*nb[2] + i/GGML_SPARSE_RUN*nb[1], nb[1]))) {
                 return false;
             }
         }
-        return true;
-    }
-
-    bool sum_matches(uint32_t s, uint32_t g) {
-        if (!v_sum.t) {
-            return true;
-        }
-        std::vector<double> sum(v.t->ne[0], 0.0), mag(v.t->ne[0], 0.0);
-        for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
-            load_row(v, s, i, row);
-            for (size_t c = 0; c < row.size(); ++c) {
-                sum[c] += row[c];
-                mag[c] += std::abs(row[c]);
-            }
-        }
-        return is_near(sum_row(s, ggml_sparse_sum_row(g)), sum, mag);
-    }
-
-    // is the total of the sum block that begins with group g the sum of its rows?
-    bool total_matches(uint32_t s, uint32_t g) const {
-        if (!v_sum.t) {
-            return true;
-        }
-        std::vector<double> sum(v.t->ne[0], 0.0), mag(v.t->ne[0], 0.0);
-        for (uint32_t i = g; i < g + GGML_SPARSE_SUM; ++i) {
-            const float * part = sum_row(s, ggml_sparse_sum_row(i));
-            for (size_t c = 0; c < sum.size(); ++c) {
-                sum[c] += part[c];
-                mag[c] += std::abs(part[c]);
-            }
-        }
-        return is_near(sum_row(s, ggml_sparse_total_row(g)), sum, mag);
-    }
-
-    const float * sum_row(uint32_t s, int64_t row) const { return (const float *) (v_sum.data + s*v_sum.t->nb[2] + row*v_sum.t->nb[1]); }
-
-    // mag: the sums of the magnitudes
-    static bool is_near(const float * have, const std::vector<double> & sum, const std::vector<double> & mag) {
-        for (size_t c = 0; c < sum.size(); ++c) {
-            if (!(std::abs(have[c] - sum[c]) <= 1e-5*mag[c] + 1e-30)) {
-                return false;
-            }
-        }
-        return true;
-    }
-
-    bool group_matches(uint32_t s, uint32_t g) {
-        for (uint32_t i = g*GGML_SPARSE_GROUP; i < (g + 1)*GGML_SPARSE_GROUP; ++i) {
-            if (!cell_matches(s, i)) {
-                return false;
-            }
-        }
-        return sum_matches(s, g);
+        return !v_sum.t || (v_sum.is_row_same(s, ggml_sparse_sum_row(g)) && (!is_block || v_sum.is_row_same(s, ggml_sparse_total_row(g))));
     }
 };
 
 } // namespace
 
-int64_t llama_sparse_count_stale(llama_kv_cache & kv) {
+int64_t llama_sparse_count_stale(llama_kv_cache & kv, ggml_backend_sched_t like) {
     const auto & shadow = *access::shadow(kv);
-    const auto & layers = access::layers(kv);
+    std::vector<std::vector<int32_t>> groups(kv.get_n_stream());
+    for (uint32_t s = 0; s < groups.size(); ++s) {
+        for (size_t g = 0; g < shadow.sealed(s).size(); ++g) {
+            if (shadow.sealed(s)[g]) {
+                groups[s].push_back(g);
+            }
+        }
+    }
     int64_t res = 0;
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+    for (size_t ikv = 0; ikv < access::layers(kv).size(); ++ikv) {
         const auto & own = shadow.at(ikv);
-        if (!own.k_t) {
+        seal_graph graph(kv, groups);
+        if (!own.k_t || graph.n_list == 0) {
             continue;
         }
-        layer_check check = {
-            host_view(layers[ikv].k), host_view(layers[ikv].v), host_view(own.k_t), host_view(own.k_range), host_view(own.v_sum),
-            shadow.n_bit(), llama_sparse_n_rot(kv),
-        };
-        for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
-            const auto & sealed = shadow.sealed(s);
-            uint32_t n_sealed = 0; // of the groups of a sum block
-            for (uint32_t g = 0; g < sealed.size(); ++g) {
-                n_sealed = (g % GGML_SPARSE_SUM == 0 ? 0 : n_sealed) + (sealed[g] != 0);
-                const bool is_whole = n_sealed == GGML_SPARSE_SUM;
-                res += sealed[g] && !(check.group_matches(s, g) && (!is_whole || check.total_matches(s, g + 1 - GGML_SPARSE_SUM)));
+        ggml_context_ptr ctx(ggml_init({ 3*ggml_tensor_overhead(), nullptr, true }));
+        const auto like_own = [&](ggml_tensor * t) { return t ? ggml_dup_tensor(ctx.get(), t) : nullptr; };
+        const llama_sparse_shadow::layer copy = { like_own(own.k_t), like_own(own.k_range), like_own(own.v_sum), "" };
+        ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_buffer_get_type(own.k_t->buffer)));
+        graph.add(access::layers(kv)[ikv].il, copy, nullptr);
+        if (!buf || !graph.compute(like)) {
+            throw std::runtime_error("no memory to check the transposed copy of K");
+        }
+        const layer_check check = { { own.k_t, copy.k_t }, { own.k_range, copy.k_range }, { own.v_sum, copy.v_sum }, shadow.n_bit() };
+        for (uint32_t s = 0; s < groups.size(); ++s) {
+            uint32_t n = 0; // of the groups of a sum block
+            for (int32_t g : groups[s]) {
+                n = g > 0 && g % GGML_SPARSE_SUM != 0 && shadow.sealed(s)[g - 1] ? n + 1 : 1;
+                res += !check.is_same(s, g, n == GGML_SPARSE_SUM);
             }
         }
     }

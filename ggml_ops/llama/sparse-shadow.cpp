@@ -225,7 +225,7 @@ void llama_sparse_shadow::commit() {
 
 void llama_sparse_shadow::rollback() {
     for (const auto & [stream, group] : pending) {
-        flags[stream][group] = 0;
+        unseal(flags[stream], group); // with codes, others of its run may have been coded with it
     }
     pending.clear();
 }

@@ -220,7 +220,10 @@ def keep_first(
 
     if chat.keep is None or not engine.must_be_kept_first(chat.session):
         return
-    tokens = chat.keep[1].tokens(chat.session, chat.template)
+    try:
+        tokens = chat.keep[1].tokens(chat.session, chat.template)
+    except SparqError:
+        return  # `keep` tells of it
     if list(prompt[: len(tokens)]) == tokens:
         rest = engine.align(chat.session, tokens)
         engine.prefill(chat.session, rest, progress=progress, should_stop=should_stop, ends=False)

@@ -111,7 +111,7 @@ def _built() -> tuple[Facts, Facts]:
                 facts["variant"] = f"{stamp['isa'][0]}, of {', '.join(stamp['ranked'])}"
 
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
-    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.find_nvcc() else []
+    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.find_nvcc() or cuda.wanted() else []
     for options in kinds:
         add(options.name, build.find(options))
     try:

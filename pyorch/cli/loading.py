@@ -139,8 +139,10 @@ def session_options(
     n_sequences: int = 1,
 ) -> SessionOptions:
     """The options of a session, in the engine's form."""
+    from pyorch import native
     from pyorch.engine.settings import SessionOptions, layers_away
 
+    where = load.rpc.workers, load.n_gpu_layers, load.kv_offload
     return SessionOptions(
         n_ctx=context.ctx,
         n_threads=context.threads,
@@ -149,7 +151,7 @@ def session_options(
         attention=attention,
         rope=load.rope.settings(),
         n_sequences=n_sequences,
-        n_away=layers_away(load.rpc.workers, load.n_gpu_layers),
+        n_away=layers_away(*where, native.uses_cuda()),
     )
 
 

@@ -124,13 +124,16 @@ class RopeOptions:
         type=SOME_POSITIONS,
         help="YaRN: positions that the model was trained on.  [default: the model's own]",
     )
+    rope_freq_base: float | None = option(
+        "--rope-freq-base", type=POSITIVE, help="RoPE's base.  [default: the model's own]"
+    )
 
     def settings(self) -> Rope | None:
         """The object that the engine takes; None if no option was given."""
         from pyorch.engine import Rope
 
         scale = 1 / self.rope_scale if self.rope_scale else None
-        rope = Rope(self.rope_scaling, freq_scale=scale, yarn_orig_ctx=self.yarn_orig_ctx)
+        rope = Rope(self.rope_scaling, scale, self.yarn_orig_ctx, self.rope_freq_base)
         return rope if rope.given else None
 
 

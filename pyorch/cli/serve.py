@@ -36,6 +36,7 @@ from pyorch.errors import SparqError
 from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry, layer_weights
 from pyorch.models.gguf_file import GGUFFile
+from pyorch.models.memory import check_more
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ _OURS = {
     "--rope-scaling": "--rope-scaling",
     "--rope-scale": "--rope-scale --rope-freq-scale",
     "--yarn-orig-ctx": "--yarn-orig-ctx",
+    "--rope-freq-base": "--rope-freq-base",
 }
 _OURS_OF = {name: ours for ours, names in _OURS.items() for name in names.split()}
 _ONE_OF_A_MODEL = re.compile(r"--(embd|fim|gpt-oss|vision)-.*-(default|spec)")  # and of its port
@@ -327,6 +329,8 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
     free = room - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
         return {}
+    sizes = cache.layer_bytes()
+    check_more(served.file.path, "cache beside the GPU's", sum(sizes[il] for il in in_memory))
     note(gpu.in_memory_text(cache, in_memory), "yellow")
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
 
@@ -381,6 +385,7 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
         "--rope-scaling": rope.scaling,
         "--rope-freq-scale": rope.freq_scale,
         "--yarn-orig-ctx": rope.yarn_orig_ctx,
+        "--rope-freq-base": rope.freq_base,
         "--numa": load.numa,
         "--n-gpu-layers": load.n_gpu_layers,
         "--rpc": ",".join(load.rpc.workers) or None,

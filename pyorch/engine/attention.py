@@ -14,7 +14,7 @@ from pyorch.engine import sparse
 from pyorch.engine.model import Session, Timings
 from pyorch.engine.settings import attention_for
 from pyorch.errors import SparqError
-from pyorch.models.memory import check_shadow
+from pyorch.models.memory import check_more
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
     spec = attention_for(spec, session.path, session.geometry)
     shadow = session.n_sequences * shadow_bytes(session.geometry, session.n_ctx, spec)
     if shadow and sparse.is_ours(session.lib):
-        check_shadow(session.path, shadow - info(session).shadow_bytes)
+        more = int((shadow - info(session).shadow_bytes) * session.share_here)
+        check_more(session.path, "transposed K", more)
     sparse.set_spec(session.lib, session.ctx, spec)
 
 

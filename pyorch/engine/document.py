@@ -12,7 +12,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
@@ -26,13 +26,13 @@ from pyorch.engine.decoding import check_length, forget, prefill, rewind
 from pyorch.engine.document_file import Document, Header
 from pyorch.engine.model import Model, Session
 from pyorch.engine.settings import Rope
-from pyorch.engine.text import tokenize
+from pyorch.engine.text import detokenize, tokenize
 from pyorch.errors import SparqError
 from pyorch.ggml import TensorType
 from pyorch.models.content import content_hash
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.new_file import check_space, new_file
-from pyorch.progress import Progress, silent
+from pyorch.progress import Progress, say, silent
 from pyorch.text import printable
 
 PIECE = 2048  # at least so many positions are read before they are written
@@ -69,14 +69,25 @@ class Reading:
             template: how a conversation is written; None is the model's own.
 
         Raises:
-            SparqError: the chat template cannot take this text.
+            SparqError: the chat template cannot take this text, or does not show all of it before
+                the question, the same at each rendering.
         """
         if self.form == "plain":
             return tokenize(of, self.text, parse_special=True)
         # the questions share no letter: what both conversations begin with is the document
         template = template or ChatTemplate(of)
-        both = zip(*(template.tokens(self.messages(q)) for q in ("a", "Why?")), strict=False)
-        return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
+        both = {q: template.tokens(self.messages(q)) for q in ("a", "Why?")}
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*both.values(), strict=False))
+        before = [token for token, _ in pairs]
+        rests = {q: detokenize(of, tokens[len(before) :]) for q, tokens in both.items()}
+        if self.text.strip() not in template.render(self.messages("a")) or not all(
+            rest.lstrip().startswith(q) for q, rest in rests.items()
+        ):
+            raise SparqError(
+                f"{self.name}: the chat template changes or cuts what stands before a question",
+                "--chat-template-file FILE takes another one",
+            )
+        return before
 
 
 def read_document(
@@ -108,8 +119,8 @@ def read_document(
     with new_file(path, force, resumable=True, private=True) as (partial, fd):
         n = _continued(session, partial, fd, header)
         if n == 0:
+            forget(session)  # pages of a file that is made shorter must not be read
             document_file.create(fd, header, raw)
-            forget(session)
         step = max(PIECE // session.n_batch, 1) * session.n_batch
         while n < len(tokens):
             piece = tokens[n : n + step]
@@ -289,15 +300,23 @@ def _partial(path: Path) -> Path:
 
 def _continued(session: Session, partial: Path, fd: int, header: Header) -> int:
     """Open what an interrupted reading has left, and return the number of its positions."""
+    if os.fstat(fd).st_size == 0:
+        return 0
     try:
         document = document_file.load(partial, whole=False)
-    except SparqError:
+        if document.n_read == 0:
+            return 0
+        if not asdict(header).items() <= asdict(document).items():
+            raise SparqError(f"{partial}: of another text, model or settings")
+        tokens, _ = document_file.content(document)
+        forget(session)
+        # without the transposed K, of which any part may be there
+        rows, _, _ = document.kind.partition("\n")
+        _open(session, fd, replace(document, kind=rows), document.n_read)
+    except SparqError as error:
+        say(f"{error.message}: it is read from the beginning")
         return 0
-    if document.n_read == 0 or not asdict(header).items() <= asdict(document).items():
-        return 0
-    forget(session)
-    _open(session, fd, document, document.n_read)
-    session.tokens = document_file.content(document)[0][: document.n_read]
+    session.tokens = tokens[: document.n_read]
     return document.n_read
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypedDict
 
+from pyorch import native
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
 from pyorch.engine.library import Call, library
@@ -56,7 +57,8 @@ def load(
     """
     place: Any = {k: v for k, v in options.items() if k in Placement.__optional_keys__}
     of_session = {k: v for k, v in options.items() if k not in place}
-    away = layers_away(place.get("workers", ()), place.get("n_gpu_layers"))
+    where = place.get("workers", ()), place.get("n_gpu_layers"), place.get("kv_offload")
+    away = layers_away(*where, native.uses_cuda())
     session_options = SessionOptions(**{"n_away": away, **of_session})
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
     settings = settings or settings_for(file, session_options)
@@ -141,7 +143,8 @@ def load_model(
         raise SparqError(f"{file.path}: not a decoder-only language model")
     on_cpu = n_gpu_layers == 0 or not (workers or ours.has_gpu)
     on_gpu = layers_on_gpu(geometry(file).n_layer, 0 if on_cpu or workers else n_gpu_layers)
-    return Model(ours, file, handle, on_cpu, kv_offload, on_gpu, placed)
+    away = layers_away(workers, n_gpu_layers, kv_offload, ours.has_gpu)
+    return Model(ours, file, handle, on_cpu, kv_offload, on_gpu, placed, away)
 
 
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:

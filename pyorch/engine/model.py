@@ -15,6 +15,7 @@ from pyorch.engine.settings import SessionOptions, Settings, settings_for
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
+from pyorch.models.memory import check_more
 
 if TYPE_CHECKING:
     import ctypes
@@ -25,7 +26,8 @@ class Model:
 
     Its sessions share the weights; each has a context and a cache of its own. `handle` is
     llama.cpp's pointer, `on_cpu` means that no layer is on a GPU, `kv_offload` that K and V are
-    where their layers are (None: where they fit), and `on_gpu` are the layers on this machine's.
+    where their layers are (None: where they fit), `on_gpu` are the layers on this machine's, and
+    `n_away` is that of `SessionOptions`.
     """
 
     def __init__(
@@ -37,12 +39,13 @@ class Model:
         kv_offload: bool | None = None,
         on_gpu: range = range(0),
         placed: Callable[[Session], None] | None = None,
+        n_away: int | None = 0,
     ) -> None:
         self.library, self.lib, self.file = library, library.lib, file
         self.handle: int | None = handle  # None once it is closed
         self.path, self.geometry = file.path, geometry(file)
         self.on_cpu, self.kv_offload, self.on_gpu = on_cpu, kv_offload, on_gpu
-        self.placed = placed
+        self.placed, self.n_away = placed, n_away
         self.vocab = self.lib.llama_model_get_vocab(handle)
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -57,6 +60,7 @@ class Model:
         Raises:
             SparqError: the settings do not fit the model, or need too much memory.
         """
+        options = {"n_away": self.n_away, **options}
         return Session(self, settings_for(self.file, SessionOptions(**options)), watch)
 
     def close(self) -> None:
@@ -157,7 +161,16 @@ class Session:
             return ()
         devices = gpus(self.library) if self.model.on_gpu else []
         free = sum(gpu.free - MARGIN for gpu in devices)
-        return self.cache.in_memory(free, self.model.on_gpu) if devices else ()
+        layers = self.cache.in_memory(free, self.model.on_gpu) if devices else ()
+        sizes = self.cache.layer_bytes()
+        check_more(self.path, "cache beside the GPU's", sum(sizes[il] for il in layers))
+        return layers
+
+    @property
+    def share_here(self) -> float:
+        """The share of the layers whose K and V are in this machine's main memory."""
+        n, away = self.geometry.n_layer, self.model.n_away
+        return 1 - (n if away is None else min(away, n)) / n + len(self.kv_in_memory) / n
 
     def _context(self, settings: Settings) -> int:
         params = settings.params(self.lib)

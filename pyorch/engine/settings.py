@@ -45,11 +45,13 @@ class Rope:
     scaling        how frequencies are stretched, a key of `ROPE_SCALING`
     freq_scale     a factor of the frequencies; 1/4 makes a context four times as long
     yarn_orig_ctx  the positions that the model was trained on
+    freq_base      the base of the frequencies
     """
 
     scaling: str | None = None
     freq_scale: float | None = None
     yarn_orig_ctx: int | None = None
+    freq_base: float | None = None
 
     def __post_init__(self) -> None:
         """Raises:
@@ -83,6 +85,7 @@ class Rope:
     def params(self) -> dict[str, str | float]:
         """The given settings, by the names of `llama_context_params`."""
         names = {"scaling": "rope_scaling_type", "freq_scale": "rope_freq_scale"}
+        names["freq_base"] = "rope_freq_base"
         out = {names.get(k, k): v for k, v in self.given.items()}
         if self.scaling is not None:
             out["rope_scaling_type"] = ROPE_SCALING[self.scaling]
@@ -107,7 +110,7 @@ class SessionOptions:
     n_sequences     sequences that `parallel` decodes together, each with `n_ctx` positions
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
-    n_away          layers whose weights, K and V are on other machines; None is all of them
+    n_away          layers whose weights, K and V are on a GPU or other machines; None is all
     swa_full        layers with a sliding window keep all positions, so that a session can go back
                     to any of them at once; otherwise the window and a batch, as llama.cpp's own
                     programs do
@@ -188,15 +191,18 @@ def settings_for(file: GGUFFile, options: SessionOptions) -> Settings:
     share = 1 - away / max(geo.n_layer, 1)
     kv = o.n_sequences * cache_bytes(geo, n_ctx, *types, None if o.swa_full else n_batch)
     kv -= mapped_bytes(geo, min(o.n_mapped, n_ctx), *types)
-    left = check_memory(file, int(share * kv), int(share * o.n_sequences * shadow), share)
+    shadow = int(share * o.n_sequences * shadow)
+    left = check_memory(file, int(share * kv), shadow, share, n_batch)
     n_threads = min(o.n_threads or usable_cores(), MAX_THREADS)
     sizes = n_ctx, n_threads, n_batch
     return Settings(*sizes, types, o.flash_attn, spec, rope, o.n_sequences, o.swa_full, left)
 
 
-def layers_away(workers: Sequence[str], n_gpu_layers: int | None) -> int | None:
+def layers_away(
+    workers: Sequence[str], n_gpu_layers: int | None, kv_offload: bool | None, has_gpu: bool
+) -> int | None:
     """The `n_away` of `SessionOptions`. llama.cpp counts the output as one more layer."""
-    if not workers:
+    if not (workers or (has_gpu and kv_offload is not False)):
         return 0
     return None if n_gpu_layers is None else max(n_gpu_layers - 1, 0)
 

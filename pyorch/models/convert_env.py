@@ -90,6 +90,7 @@ def python(agree: Say) -> list[str]:
     folder = paths.cache() / "convert" / f"env-{digest}"
 
     def make(lock: int) -> None:
+        paths.check_exec(folder)
         agree(_SIZE)
         check_space(folder, _N_BYTES, "the converter's environment", _OWN)
         try:

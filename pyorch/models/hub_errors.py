@@ -9,20 +9,21 @@ from pyorch.errors import SparqError
 from pyorch.models.new_file import DISK_FULL
 
 
-class Unreachable(SparqError):
-    """There is no connection to the hub, or it cannot answer at present."""
+class NoAnswer(SparqError):
+    """The hub cannot be reached, or it refuses, or something on the way does."""
 
 
 @contextmanager
 def explained(repo: str, revision: str) -> Iterator[None]:
-    """Turn any exception of a call to huggingface-hub into a SparqError with a hint."""
+    """Turn any exception of a call to huggingface-hub into a NoAnswer with a hint."""
     try:
         yield
     except Exception as e:
-        raise _reason(repo, revision, e) from None
+        raise NoAnswer(*_reason(repo, revision, e)) from None
 
 
-def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
+def _reason(repo: str, revision: str, e: BaseException) -> tuple[str, str]:
+    """The message, and what to do about it."""
     from huggingface_hub import errors
 
     if isinstance(e, errors.LocalEntryNotFoundError) and e.__cause__:
@@ -47,13 +48,13 @@ def _reason(repo: str, revision: str, e: BaseException) -> SparqError:
     status = getattr(getattr(e, "response", None), "status_code", 0)
     fitting = next((text for kind, text in kinds.items() if isinstance(e, kind)), None)
     if text := fitting or statuses.get(status):
-        return SparqError(f"{repo}: {text[0]}", text[1])
+        return f"{repo}: {text[0]}", text[1]
     if isinstance(e, OSError) and e.errno in DISK_FULL:
-        return SparqError(f"{repo}: the disk is full", "free some disk space, then pull again")
+        return f"{repo}: the disk is full", "free some disk space, then pull again"
     if isinstance(e, OSError) and e.filename:
-        return SparqError(f"{e.filename}: {e.strerror}", "check the permissions of the cache")
+        return f"{e.filename}: {e.strerror}", "check the permissions of the cache"
     what = (str(e).splitlines() or [type(e).__name__])[0]
-    return Unreachable(
-        f"{repo}: the hub cannot be reached, or gives no usable answer: {what}",
-        "check the network and HF_ENDPOINT, or try again later",
-    )
+    hint = "check the network and HF_ENDPOINT, or try again later"
+    if isinstance(e, ImportError):  # of a SOCKS proxy
+        hint = "pip install socksio, or unset ALL_PROXY"
+    return f"{repo}: the hub cannot be reached, or gives no usable answer: {what}", hint

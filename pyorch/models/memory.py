@@ -17,15 +17,14 @@ NODES = Path("/sys/devices/system/node")
 
 
 def available_memory() -> int:
-    """The bytes that can be used without swapping: the least that the system, the container, the
-    NUMA nodes of this process and `SPARQ_MEMORY_LIMIT` (bytes) allow."""
-    bound = of_nodes("MemFree", "Active(file)", "Inactive(file)")
-    limits = [_meminfo_available(), cgroup.memory_left(), bound]
-    own = os.environ.get("SPARQ_MEMORY_LIMIT", "")
-    if own:
+    """The bytes that can be used without swapping: `SPARQ_MEMORY_LIMIT`, or the least that the
+    system, the container and the NUMA nodes of this process allow."""
+    if own := os.environ.get("SPARQ_MEMORY_LIMIT"):
         if not own.isdecimal():
             raise SparqError(f"SPARQ_MEMORY_LIMIT is {own!r}, not a number of bytes", exit_code=2)
-        limits.append(int(own))
+        return int(own)
+    bound = of_nodes("MemFree", "Active(file)", "Inactive(file)")
+    limits = [_meminfo_available(), cgroup.memory_left(), bound]
     known = [n for n in limits if n is not None]
     return min(known) if known else 2**63
 
@@ -68,18 +67,19 @@ def _numbers(text: str) -> set[int]:
     return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
+_PROGRAM = 512 << 20  # of address space: libraries, stacks, other buffers; 430 MiB were measured
 _SMALLER = "lower --ctx, use shadow=q4, or -a topk, which has no transposed K"
 
 
-def check_shadow(path: Path, n_bytes: int) -> None:
-    """Refuse so many more bytes for the transposed K of a model that is loaded.
+def check_more(path: Path, what: str, n_bytes: int) -> None:
+    """Refuse so many more bytes for a part of a model that is loaded, such as its transposed K.
 
     Raises:
         SparqError: they exceed the available memory.
     """
     if n_bytes > 0 and n_bytes > (free := available_memory()):
         raise SparqError(
-            f"{path}: its transposed K needs {human_bytes(n_bytes)}, but only "
+            f"{path}: its {what} needs {human_bytes(n_bytes)}, but only "
             f"{human_bytes(free)} of memory is available",
             _SMALLER,
         )
@@ -90,10 +90,14 @@ def weight_bytes(file: GGUFFile) -> int:
     return sum(t.n_bytes for t in file.tensors)
 
 
-def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: float = 1.0) -> int:
+def check_memory(
+    file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: float = 1.0, n_batch: int = 0
+) -> int:
     """Refuse a cache, with the shadow, that exceeds the available memory.
 
-    Weights need not fit: they are mapped, and the system reads again what it has dropped.
+    Weights need not fit: they are mapped, and the system reads again what it has dropped. Only a
+    limit of the address space counts them, and the logits of a batch, which llama.cpp allocates
+    and mostly leaves untouched.
 
     Args:
         share: of the weights that this machine holds.
@@ -105,6 +109,14 @@ def check_memory(file: GGUFFile, kv_bytes: int, shadow_bytes: int = 0, share: fl
         SparqError: the cache is too large; the message has all sizes.
     """
     weights, free = int(share * weight_bytes(file)), available_memory()
+    logits = 4 * n_batch * len(file.metadata.get("tokenizer.ggml.tokens", ()))
+    mapped = weight_bytes(file) + kv_bytes + shadow_bytes + logits + _PROGRAM
+    if (space := system.address_space()) is not None and mapped > space:
+        raise SparqError(
+            f"{file.path}: needs {human_bytes(mapped)} of address space, but `ulimit -v` leaves "
+            f"{human_bytes(space)}",
+            "raise that limit, or lower --ctx",
+        )
     if kv_bytes + shadow_bytes <= free:
         return free - weights - kv_bytes - shadow_bytes
     what = f"{human_bytes(kv_bytes)} for the cache"

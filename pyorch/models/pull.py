@@ -18,7 +18,7 @@ from pathlib import Path
 from pyorch.errors import SparqError, nearest
 from pyorch.models import cache, cards, wheel
 from pyorch.models.gguf_file import read_gguf
-from pyorch.models.hub_errors import Unreachable, explained
+from pyorch.models.hub_errors import NoAnswer, explained
 from pyorch.models.new_file import check_space
 from pyorch.progress import Progress, Say, progress_bar, silent
 from pyorch.text import human_bytes
@@ -172,7 +172,7 @@ def find(spec: Spec, say: Say = silent) -> Model:
     """Choose the files that `spec` means from those on the hub or, offline, in the cache.
 
     Args:
-        say: called with one line if the hub cannot be reached.
+        say: called with one line if the hub does not answer and the cache is used.
 
     Raises:
         SparqError: there is no such repository, revision or file, no access, or no connection; only
@@ -216,17 +216,17 @@ def find_files(spec: Spec, patterns: tuple[str, ...], say: Say = silent) -> Mode
 
 def _files(spec: Spec, matches: Callable[[str], bool], say: Say) -> tuple[str, dict[str, HubFile]]:
     """The commit that the revision means, and those of its files that match: as the hub lists
-    them or, if it cannot be reached or may not be, as the cache holds them."""
+    them or, if it does not answer or may not be asked, as the cache holds them."""
     from huggingface_hub import constants
 
     try:
         if not constants.HF_HUB_OFFLINE:
             return _listed(spec, matches)
-        raise Unreachable(
+        raise NoAnswer(
             f"{spec.repo}@{spec.revision} is not in the cache, and HF_HUB_OFFLINE is set",
             "unset HF_HUB_OFFLINE",
         )
-    except Unreachable as error:
+    except NoAnswer as error:
         ref = spec.folder / "refs" / spec.revision
         commit = ref.read_text() if ref.is_file() else spec.revision
         snapshot = spec.folder / "snapshots" / commit
@@ -234,7 +234,7 @@ def _files(spec: Spec, matches: Callable[[str], bool], say: Say) -> tuple[str, d
         if not paths:
             raise error
         if not constants.HF_HUB_OFFLINE:
-            say(f"{spec.repo}: the hub cannot be reached, so the cache is used as it is")
+            say(f"{error.message}: so the cache is used as it is")
         return commit, {n: _cached(n, p) for n, p in paths.items() if matches(n)}
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from pyorch import children, system
+from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.progress import say
 
@@ -92,6 +92,7 @@ def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
         more = " --stock" * stock + " --tools" * bool(tools)
         kind = "the stock library" if stock else "the library"
         raise SparqError(f"{kind} is not built for these sources", f"sparq-cpp build{more}")
+    paths.check_exec(folder)
     return folder
 
 
@@ -105,12 +106,15 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
 
     folder = find(stock, tools)
     if folder is not None:
+        paths.check_exec(folder)
         return folder
     options = build.working(build.usual(stock))
     what = f"the {options.name} library"
     if tools and find(stock) is not None:
         what = " and ".join(tools)
-    say(f"{what} is not built yet for these sources; building it, once")
+    changed = ", ".join(build.changes(options))
+    why = f": {changed} changed since the last build" if changed else " is not built yet"
+    say(f"{what}{why}; building it, once, for some minutes")
     return build.build(options, tools)
 
 

@@ -82,18 +82,36 @@ def inputs(options: Options) -> dict[str, Any]:
 def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
     """The finished build for the present inputs, if there is one.
 
-    Where the machine has no compiler or no nvcc, a build by any will do.
+    Where the machine has no compiler or no nvcc, a build by any will do; and one for more kinds of
+    GPUs than are asked for.
     """
     want = inputs(options)
+    archs = set(want.pop("cuda", "").split(";"))
     if compiler := probe.find_compiler():
         want["compiler"] = compiler.version
     if not want.get("nvcc"):
         want.pop("nvcc", None)
     for folder, stamp in finished():
-        made_of = all(stamp["inputs"].get(key) == value for key, value in want.items())
+        has = stamp["inputs"]
+        made_of = all(has.get(key) == value for key, value in want.items())
+        made_of = made_of and archs <= set(has.get("cuda", "").split(";"))
         if made_of and _has(folder, tools):
             return folder
     return None
+
+
+def changes(options: Options) -> list[str]:
+    """The inputs that the last build of this kind has otherwise, such as CFLAGS."""
+    want = inputs(options)
+    if compiler := probe.find_compiler():
+        want["compiler"] = compiler.version
+    built = [stamp["inputs"] for _, stamp in finished()]
+    last = next((has for has in built if has["options"] == options.name), None)
+    if last is None:
+        return []
+    env = [(k, last["env"].get(k), want["env"].get(k)) for k in last["env"] | want["env"]]
+    other = [(k, last.get(k), value) for k, value in want.items() if k != "env"]
+    return [name for name, before, now in (*env, *other) if before != now]
 
 
 def finished() -> list[tuple[Path, dict[str, Any]]]:
@@ -157,6 +175,7 @@ def build(
         SparqError: it could not be built; the message names the log.
         OSError: the cache cannot be written.
     """
+    paths.check_exec(paths.cache())
     chain = cmake.toolchain(options)
     jobs = jobs or default_jobs()
     want = inputs(options) | {"compiler": chain.compiler.version, "openmp": chain.found.openmp}

@@ -88,6 +88,7 @@ def scores() -> dict[str, int]:
 
 def _unpack(carried: dict[str, Any], target: Path) -> None:
     """Copy what works here to the cache, whose lock is held."""
+    paths.check_exec(target)
     if not build.has_bindings():
         came = source.Source(FOLDER, "", False)
         source.unpack(came, "python/llama_cpp", build.bindings() / "llama_cpp")

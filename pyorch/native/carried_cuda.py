@@ -21,6 +21,7 @@ from typing import Any
 from pyorch import paths, system
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, smoke
+from pyorch.progress import say
 
 NAME = "sparq-carried-cuda"
 PACKAGE = "sparq-cpp-cuda"
@@ -51,13 +52,19 @@ def _usable() -> tuple[Path | None, str]:
     if os.environ.get("SPARQ_CUDA") == "0":
         return None, "SPARQ_CUDA=0"
     devices, why = cuda.devices()
-    for device in devices:
-        if not any(_runs(device.arch, arch) for arch in stamp["archs"]):
-            has = ", sm_".join(stamp["archs"])
-            why = f"it has code for sm_{has}, and {device.name} is of sm_{device.arch}"
-    if not why and _libraries() is None:
-        why = "NVIDIA's libraries are missing: pip install nvidia-cublas nvidia-cuda-runtime"
-    return (None, why) if why else (folder, "")
+    if why:
+        return None, why
+    usable = [i for i, x in enumerate(devices) if any(_runs(x.arch, a) for a in stamp["archs"])]
+    other = [f"{x.name} is of sm_{x.arch}" for i, x in enumerate(devices) if i not in usable]
+    why = f"it has code for sm_{', sm_'.join(stamp['archs'])}, and {', '.join(other)}"
+    if not usable:
+        return None, why
+    if _libraries() is None:
+        return None, "NVIDIA's libraries are missing: pip install nvidia-cublas nvidia-cuda-runtime"
+    if other:
+        say(f"{PACKAGE} does not use all GPUs: {why}")
+        cuda.show_only(usable)
+    return folder, ""
 
 
 def find(cpu: Path) -> tuple[Path | None, str]:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,14 @@ def devices() -> tuple[tuple[Device, ...], str]:
         said = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
         return (), f"no CUDA device: {said}"
     return tuple(Device(arch, name, int(memory)) for arch, name, memory in rows), ""
+
+
+def show_only(chosen: Sequence[int]) -> None:
+    """Hide all other devices from this process and its children."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(i) for i in range(len(devices()[0]))]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in chosen)
+    devices.cache_clear()
 
 
 def wanted() -> bool:

@@ -169,6 +169,17 @@ def test_memory_and_length(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
     assert big.code == 1 and "memory" in big.err and "hint:" in big.err
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep no such limit")
+def test_a_limit_of_the_address_space(tiny: Path) -> None:
+    """llama.cpp aborts where it needs a little more than there is."""
+    line = shlex.join([sys.executable, "-m", "pyorch", "generate", "-m", str(tiny), "-p", "x"])
+    line = f"ulimit -v {500 << 10}; {line}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True)
+    *_, error, hint = done.stderr.splitlines()
+    assert done.returncode == 1 and str(tiny) in error and "ulimit" in error, done.stderr
+    assert hint.startswith("hint: ")
+
+
 def test_weights_may_exceed_the_memory(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

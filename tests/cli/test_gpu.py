@@ -6,16 +6,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pyorch import native
 from pyorch.attention.placement import MARGIN, Cache, layers_on_gpu
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
-from pyorch.cli.options import LoadOptions
+from pyorch.cli.loading import session_options
+from pyorch.cli.options import ContextOptions, LoadOptions
 from pyorch.engine.library import Gpu
 from pyorch.engine.settings import SessionOptions, settings_for
 from pyorch.errors import SparqError
@@ -143,9 +146,31 @@ def test_llama_server_is_told(
     every = ",".join(map(str, range(n_layer)))
     assert serve._kv_in_memory(served, tmp_path) == {"SPARQ_KV_IN_MEMORY": every}
     assert f"{n_layer} of {n_layer} layers" in capsys.readouterr().err
+    with monkeypatch.context() as m, pytest.raises(SparqError, match="m.gguf|tiny"):
+        m.setenv("SPARQ_MEMORY_LIMIT", "1000")
+        serve._kv_in_memory(served, tmp_path)
     for kv_offload in (True, False):
         given = replace(served, load=LoadOptions(kv_offload=kv_offload))
         assert serve._kv_in_memory(given, tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("load", "fits"),
+    [
+        ({}, True),
+        ({"kv_offload": True}, True),
+        ({"kv_offload": False}, False),
+        ({"n_gpu_layers": 1}, False),  # the output alone
+    ],
+)
+def test_what_a_gpu_holds_takes_no_main_memory(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, load: dict[str, Any], fits: bool
+) -> None:
+    monkeypatch.setattr(native, "uses_cuda", lambda: True)
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
+    options = session_options(None, ContextOptions(ctx=1024), LoadOptions(**load))
+    with nullcontext() if fits else pytest.raises(SparqError, match="--ctx|memory"):
+        settings_for(read_gguf(tiny), options)
 
 
 def test_a_gpu_is_asked_by_a_process_of_its_own() -> None:

@@ -181,6 +181,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     key.chmod(0o600)
     line = ("--ratio", "1/8", "--ctx", 2048, "-np", 3, "-t", 1, "-ctk", "q8_0", "--numa", "isolate")
     rope = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096, "-nr", "-nkvo")
+    rope += ("--rope-freq-base", 20000)
     env = {"LLAMA_ARG_TOOLS": "all", "AIP_MODE": "PREDICTION", "SPARQ_ATTN": "topk,k=8"}
     env |= {"SPARQ_PROMPT_ON_CPU": "1"}
     more = ("--", "--metrics", "--lora", "x.gguf")
@@ -194,6 +195,7 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     assert "--no-kv-unified" in argv and after(argv, "--sparse-attn") == "sparq,ratio=1/8"
     assert after(argv, "--cache-type-k") == "q8_0" and after(argv, "--cache-type-v") == "f16"
     assert after(argv, "--rope-scaling") == "yarn" and after(argv, "--rope-freq-scale") == "0.5"
+    assert after(argv, "--rope-freq-base") == "20000.0"
     assert after(argv, "--yarn-orig-ctx") == "4096" and after(argv, "--numa") == "isolate"
     assert {"--no-agent", "--no-slots", "--no-repack", "--no-kv-offload"} < set(argv) and after(
         argv, "--cors-origins"
@@ -326,6 +328,7 @@ def test_keys_come_in_a_file(run: Callable[..., Any], tiny: Path, tmp_path: Path
         ("--api_key secret", "--api-key-file"),
         ("--api-key=secret", "--api-key-file"),
         ("-kvu", "--ctx"),
+        ("--rope-freq-base 20000", "--rope-freq-base"),
     ],
 )
 def test_our_options_are_not_for_after(

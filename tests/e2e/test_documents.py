@@ -357,13 +357,23 @@ def largest_file(n_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_full_disk(tiny: Path, tmp_path: Path, book: Path) -> None:
-    path, size = tmp_path / "d.kv", book.stat().st_size
-    with engine.load(tiny, attention=SPARSE) as s:
-        with largest_file(size // 2), pytest.raises(SparqError, match="too large|full"):
+def test_a_disk_that_is_full_anywhere(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of the file is there, the next reading goes on or begins anew, and ends with the
+    same bytes."""
+    monkeypatch.setattr(document, "PIECE", 512)
+    path = tmp_path / "d.kv"
+    with engine.load(tiny, attention=SPARSE, n_batch=256) as s:
+        size = engine.read_document(s, path, reading()).n_bytes
+        whole = path.read_bytes()
+        for most in range(0, size, size // 30):
+            path.unlink()
+            with largest_file(most), pytest.raises(SparqError, match="too large|full"):
+                engine.read_document(s, path, reading())
+            assert not path.exists()
             engine.read_document(s, path, reading())
-        assert not path.exists()
-        engine.read_document(s, path, reading())
+            assert path.read_bytes() == whole, most
         opened(s, path)
 
 
@@ -397,6 +407,15 @@ def test_bad_files(tiny: Path, book: Path, tmp_path: Path, case: str) -> None:
         assert s.tokens == []
         opened(s, book)
         assert len(s.tokens) == N_TEXT
+
+
+def test_a_damaged_reading_begins_anew(tiny: Path, book: Path, tmp_path: Path) -> None:
+    whole, path = book.read_bytes(), tmp_path / "d.kv"
+    with engine.load(tiny, attention=SPARSE) as s:
+        for case, damage in BAD.items():
+            (tmp_path / "d.kv.partial").write_bytes(damage(whole))
+            engine.read_document(s, path, reading(), force=True)
+            assert path.read_bytes() == whole, case
 
 
 def test_verify_finds_a_changed_byte(book: Path, tmp_path: Path) -> None:

@@ -421,6 +421,7 @@ def test_a_context_beyond_the_training(tmp_path: Path) -> None:
         Rope("linear", freq_scale=1 / 2),
         Rope("yarn", freq_scale=1 / 4),
         Rope("yarn", freq_scale=1 / 4, yarn_orig_ctx=64),
+        Rope(freq_base=5e4),
     ):
         with engine.load(model, n_ctx=2048, n_threads=1, attention=SPARSE, rope=rope) as s:
             engine.prefill(s, engine.tokenize(s, text_of(1200)))
@@ -433,7 +434,7 @@ def test_a_context_beyond_the_training(tmp_path: Path) -> None:
 
 
 def test_settings_of_rope() -> None:
-    for rope in (Rope(), Rope("yarn", freq_scale=0.25, yarn_orig_ctx=4096)):
+    for rope in (Rope(), Rope("yarn", freq_scale=0.25, yarn_orig_ctx=4096, freq_base=5e4)):
         assert Rope.parse(str(rope)) == rope
     for wrong in ({"scaling": "longer"}, {"freq_scale": 0}, {"yarn_orig_ctx": -1}):
         with pytest.raises(SparqError, match=next(iter(wrong))):

@@ -128,19 +128,24 @@ def test_copying_one_sequence(shadow: str, model: Model) -> None:
         assert sealed_since(ctx) == N_PROMPT // 64
 
 
-@pytest.mark.parametrize("arch", ["gemma2", "lfm2"])
-def test_the_check_sees_every_kind_of_cache(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "shadow"), [("gemma2", "f16"), ("lfm2", "q8"), ("lfm2", "q4")])
+def test_the_check_sees_every_kind_of_cache(arch: str, shadow: str, tmp_path: Path) -> None:
     """With sliding windows and hybrid: a shadow is there, right, and made wrong it is found, by
     the library and by the oracle beside the node that reads it."""
     path = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=4)
     watch = Watch()
     with Model(path) as model, Context(model, n_ctx=1024, watch=watch) as ctx:
-        ctx.set_sparse("sparq,rank=8,topk=40,min_ctx=0,shadow=f16")
+        ctx.set_sparse(f"sparq,rank=8,topk=40,min_ctx=0,shadow={shadow}")
         assert ctx.decode(tokens(0, 330)) == 0
         assert ctx.decode(tokens(0, 1, 330)) == 0
         assert ctx.check_shadow() == 0 and watch.in_shadow[0].any()
         group = int(watch.in_shadow[0].argmax())
-        ctypes.c_uint16.from_address(watch.addresses["k_t"] + 2 * 64 * group).value ^= 0x0400
+        at, bits = {
+            "f16": (2 * 64 * group + 1, 0x04),
+            "q8": (64 * group, 0x80),
+            "q4": (64 * (group // 2), 0x80 if group % 2 else 0x08),
+        }[shadow]
+        ctypes.c_uint8.from_address(watch.addresses["k_t"] + at).value ^= bits
         assert ctx.check_shadow() == 1
         with pytest.raises(AssertionError, match="k_t is stale"):
             ctx.decode(tokens(0, 1, 331))

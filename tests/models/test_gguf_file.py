@@ -100,8 +100,9 @@ def test_memory_of_the_nodes_a_process_is_bound_to(
 
 def test_available_memory_is_believable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 << 26 < memory.available_memory() < 1 << 46
-    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "12345")
-    assert memory.available_memory() == 12345
+    for n in (12345, 1 << 50):  # in place of what is free
+        monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(n))
+        assert memory.available_memory() == n
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "12 GB")
     with pytest.raises(SparqError, match="12 GB"):
         memory.available_memory()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import edit, runs
@@ -56,6 +57,33 @@ def test_every_input_counts(world: Path, monkeypatch: pytest.MonkeyPatch, what: 
             file.write("\n")
     assert make() != before and runs(world) == 2
     assert before.is_dir()  # programs that use it go on
+
+
+def test_a_build_that_begins_unasked_says_why(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make()
+    capsys.readouterr()
+    monkeypatch.setenv("CFLAGS", "-O1")
+    native.built()
+    first = capsys.readouterr().err.splitlines()[0]
+    assert "CFLAGS" in first and runs(world) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="the system does not say it")
+def test_a_place_where_nothing_runs_is_refused(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+        with pytest.raises(SparqError, match="noexec") as e:
+            make()
+        assert "SPARQ_CACHE" in e.value.hint and runs(world) == 0
+    make()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    for use in (native.built, native.lib_dir):
+        with pytest.raises(SparqError, match="noexec"):
+            use()
 
 
 def test_options_count(world: Path) -> None:

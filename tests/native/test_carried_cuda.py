@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +102,7 @@ def test_a_build_for_the_cpu_that_was_made_here_gives_way(
     [
         (lambda m, _: m.setenv("SPARQ_CUDA", "0"), "SPARQ_CUDA=0"),
         (lambda m, _: m.setattr(cuda, "devices", lambda: ((), "no libcuda.so.1")), "libcuda.so.1"),
-        (lambda m, _: m.setattr(cuda, "devices", lambda: ((H100, RTX), "")), "RTX 2080"),
+        (lambda m, _: m.setattr(cuda, "devices", lambda: ((RTX,), "")), "RTX 2080"),
         (lambda _, world: write(world, {"ggml_ops/cuda/op.cu": "int edited;"}), "sources"),
         (lambda _, world: (world / CUBLAS).unlink(), "nvidia-cublas"),
         (lambda _, world: shutil.rmtree(world / "packages/sparq_cpp_cuda"), ""),
@@ -119,6 +121,23 @@ def test_where_it_cannot_be_used_the_cpu_is(
     assert not err if silent else why in err
     off = json.loads(run("doctor", "--json")[1])["off"]
     assert why in off["cuda"] if why else "cuda" not in off
+
+
+@pytest.mark.parametrize(("visible", "shown"), [("", "1"), ("3,GPU-abc", "GPU-abc")])
+def test_a_gpu_that_it_has_no_code_for_is_hidden(
+    cpu: Path,
+    tried: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    visible: str,
+    shown: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(cuda, "devices", cache(lambda: ((RTX, H100), "")))
+    found = native.find()
+    assert found and found.name.startswith(carried_cuda.NAME)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
+    assert RTX.name in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from c_library import compiled
 from fakes import write
 
+from pyorch import native
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, probe
 
@@ -133,7 +136,7 @@ def test_what_is_usual(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.usual() == build.Options()
 
 
-def test_build(world: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build(world: Path, machine, run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own folder and stamp; the sources in cuda/ concern it alone."""
     machine(H100)
     monkeypatch.setenv(
@@ -147,8 +150,13 @@ def test_build(world: Path, machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "-DGGML_CUDA=ON" in args and "-DCMAKE_CUDA_ARCHITECTURES=90" in args
     assert "-isystem=/i" in args and "-DCMAKE_INSTALL_RPATH=$ORIGIN;/l" in args
     assert build.find(with_cuda) == folder and build.find(build.Options(cuda="80")) is None
+    more = build.build(build.Options(cuda="80;90"))
+    assert build.find(build.Options(cuda="80")) == build.find(with_cuda) == more
+    shutil.rmtree(more)
     machine(H100, nvcc="")
-    assert build.find(with_cuda) == folder, "it needs no compiler"
+    assert native.find() == folder and native.uses_cuda(), "it needs no compiler"
+    facts = json.loads(run("doctor", "--json")[1])["built"]
+    assert facts["used"] == folder.name and facts[with_cuda.name]["lib_dir"] == str(folder)
 
     write(world, {"ggml_ops/cuda/op.cu": ""})
     assert build.find(build.Options()) == plain and build.find(with_cuda) is None
