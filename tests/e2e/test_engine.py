@@ -22,11 +22,11 @@ import pyorch
 from pyorch import engine, paths
 from pyorch.attention.bytes import layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import state
 from pyorch.engine import Rope, Sampling
 from pyorch.engine.sampling import REPEAT_LAST_N
 from pyorch.engine.text import TextStream
 from pyorch.errors import SparqError
+from pyorch.measure import state
 
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
 
