@@ -330,7 +330,7 @@ def _reply(chat: Chat, text: str) -> None:
     if chat.as_json:
         answer = {"reply": reply, "finish": finish, "seed": sampling.seed}
         print_json({**answer, **chat.summary.json()}, indent=None)
-    if chat.interactive:
+    if chat.interactive and is_answered:
         note(chat.summary.line(), "dim")
     _note_end(chat, finish)
 
