@@ -11,5 +11,6 @@
 int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most = SIZE_MAX,
         uint32_t end = UINT32_MAX);
 
-// Number of (layer, group) in which the sealed data differs from K and V
-int64_t llama_sparse_count_stale(llama_kv_cache & kv);
+// Seals all that is sealed once more. Returns in how many (layer, group) that gave other bytes, and leaves those that were there. Throws
+// std::runtime_error
+int64_t llama_sparse_count_stale(llama_kv_cache & kv, ggml_backend_sched_t like);
