@@ -30,7 +30,7 @@ class Bench(click.Command):
         names = {"-h", "--help"} | {x for p in self.params for x in (*p.opts, *p.secondary_opts)}
         for word in args:
             if re.fullmatch("--?[a-zA-Z][a-z-]*", word) and word not in names:
-                hint = f"of llama-bench's it has {KNOWN}; llama-bench itself: sparq-cpp build --tools"
+                hint = f"it has {KNOWN} of llama-bench's; sparq-cpp build --tools makes that one"
                 raise SparqError(f"bench has no option {word}", hint, exit_code=2)
         return super().parse_args(ctx, args)
 
