@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -48,7 +48,7 @@ def cache() -> Path:
     """
     if folder := os.environ.get("SPARQ_CACHE"):
         return expanded(folder).absolute()
-    return platformdirs.user_cache_path(_NAME)
+    return _of_user("cache")
 
 
 def results() -> Path:
@@ -56,12 +56,21 @@ def results() -> Path:
 
     `bench/` in a checkout, else in the user's data, `$XDG_DATA_HOME/sparq-cpp/bench` on Linux.
     """
-    return (REPOSITORY if in_checkout() else platformdirs.user_data_path(_NAME)) / "bench"
+    return (REPOSITORY if in_checkout() else _of_user("data")) / "bench"
 
 
 def documents() -> Path:
     """The default folder of what `sparq-cpp read` has read; it is not created here."""
-    return platformdirs.user_data_path(_NAME) / "documents"
+    return _of_user("data") / "documents"
+
+
+def _of_user(kind: str) -> Path:
+    """The system's place for a user's `cache` or `data`."""
+    with suppress(RuntimeError):
+        of_kind: Path = getattr(platformdirs, f"user_{kind}_path")(_NAME)
+        if of_kind.is_absolute():
+            return of_kind
+    raise SparqError("this user has no home folder", "set HOME to a folder")
 
 
 def kept_texts() -> Path:

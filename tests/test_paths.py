@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -12,6 +13,8 @@ import pytest
 
 from pyorch import paths
 from pyorch.cli import terminal
+from pyorch.errors import SparqError
+from pyorch.models import pull
 
 
 @pytest.fixture
@@ -34,6 +37,18 @@ def test_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths.cache() == home / "xdg" / "sparq-cpp"
     monkeypatch.setenv("SPARQ_CACHE", "~/mine")
     assert paths.cache() == home / "mine"
+
+
+@pytest.mark.parametrize("use", [paths.cache, paths.documents, lambda: pull.Spec("a/b").folder])
+def test_a_user_without_a_home_is_told(
+    home: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], Path]
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as of an id without an entry
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    with pytest.raises(SparqError) as e:
+        use()
+    assert e.value.hint
 
 
 def test_a_lock_is_held_by_one_alone_though_its_folder_was_removed(
