@@ -48,7 +48,7 @@ def cache() -> Path:
     """
     if folder := os.environ.get("SPARQ_CACHE"):
         return expanded(folder).absolute()
-    return _of_user("cache")
+    return _of_user(platformdirs.user_cache_path)
 
 
 def results() -> Path:
@@ -56,26 +56,25 @@ def results() -> Path:
 
     `bench/` in a checkout, else in the user's data, `$XDG_DATA_HOME/sparq-cpp/bench` on Linux.
     """
-    return (REPOSITORY if in_checkout() else _of_user("data")) / "bench"
+    return (REPOSITORY if in_checkout() else _of_user(platformdirs.user_data_path)) / "bench"
 
 
 def documents() -> Path:
     """The default folder of what `sparq-cpp read` has read; it is not created here."""
-    return _of_user("data") / "documents"
-
-
-def _of_user(kind: str) -> Path:
-    """The system's place for a user's `cache` or `data`."""
-    with suppress(RuntimeError):
-        of_kind: Path = getattr(platformdirs, f"user_{kind}_path")(_NAME)
-        if of_kind.is_absolute():
-            return of_kind
-    raise SparqError("this user has no home folder", "set HOME to a folder")
+    return _of_user(platformdirs.user_data_path) / "documents"
 
 
 def kept_texts() -> Path:
     """The folder of what `/read` of a chat has read and may be removed; it is not created here."""
     return cache() / "texts"
+
+
+def _of_user(folder: Callable[[str], Path]) -> Path:
+    with suppress(RuntimeError):
+        if (path := folder(_NAME)).is_absolute():  # some versions leave a ~ as it is
+            return path
+    hint = "set HOME to a folder, or SPARQ_CACHE and XDG_DATA_HOME"
+    raise SparqError("this user has no home folder", hint)
 
 
 def size(path: Path) -> int:
@@ -115,7 +114,7 @@ def expanded(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:
         raise SparqError(
-            f"{name}: no home folder of that name", "give the whole path, or ./~name"
+            f"{name}: no home folder of that name", "set HOME, give the whole path, or ./~name"
         ) from None
 
 

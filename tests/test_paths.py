@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -14,7 +14,6 @@ import pytest
 from pyorch import paths
 from pyorch.cli import terminal
 from pyorch.errors import SparqError
-from pyorch.models import pull
 
 
 @pytest.fixture
@@ -37,18 +36,6 @@ def test_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths.cache() == home / "xdg" / "sparq-cpp"
     monkeypatch.setenv("SPARQ_CACHE", "~/mine")
     assert paths.cache() == home / "mine"
-
-
-@pytest.mark.parametrize("use", [paths.cache, paths.documents, lambda: pull.Spec("a/b").folder])
-def test_a_user_without_a_home_is_told(
-    home: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], Path]
-) -> None:
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as of an id without an entry
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
-    with pytest.raises(SparqError) as e:
-        use()
-    assert e.value.hint
 
 
 def test_a_lock_is_held_by_one_alone_though_its_folder_was_removed(
@@ -93,3 +80,14 @@ def test_busy_is_a_share_of_the_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     terminal.note_if_busy()
     assert ("is busy" in capsys.readouterr().err) is busy
+
+
+def test_a_user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container with any number
+    for folder in (paths.cache, paths.documents):
+        with pytest.raises(SparqError) as error:
+            folder()
+        assert "HOME" in error.value.hint
+    monkeypatch.setenv("SPARQ_CACHE", str(home))
+    assert paths.kept_texts() == home / "texts"

@@ -27,13 +27,13 @@ import numpy as np
 
 from pyorch import engine, native, paths
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import records
-from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder, Example, Outcome, log_softmax
 from pyorch.evals.methods import EXACT, Runner, meaning
 from pyorch.evals.series import Series, bench_of, make
 from pyorch.evals.task import Setup, Task
+from pyorch.measure import records
+from pyorch.measure.records import Record
 from pyorch.models.content import content_hash, file_hash
 from pyorch.policies import OFF, Method
 from pyorch.progress import Progress, Report

@@ -18,12 +18,12 @@ import pytest
 from click.testing import CliRunner
 
 from pyorch import engine, policies
-from pyorch.bench import records as bench_records
 from pyorch.cli.eval import command
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
 from pyorch.evals.decode import log_softmax
 from pyorch.evals.fidelity import divergence
+from pyorch.measure import records as bench_records
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 

@@ -19,13 +19,13 @@ import click
 
 from pyorch import engine
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import records
-from pyorch.bench.records import Record, Result
 from pyorch.cli import types
 from pyorch.cli.groups import option, takes
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.evals.texts import read_texts
+from pyorch.measure import records
+from pyorch.measure.records import Record, Result
 from pyorch.models.content import card_of
 from pyorch.progress import progress_bar
 
