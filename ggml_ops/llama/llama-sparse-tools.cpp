@@ -210,8 +210,10 @@ void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {
     model->hparams.n_ctx_train = std::max(model->hparams.n_ctx_train, n_ctx);
 }
 
+static size_t stack_bytes; // of a thread
+
 void llama_sparse_begin() {
-    llama_sparse_deep_stacks();
+    stack_bytes = llama_sparse_deep_stacks();
 }
 
 bool llama_sparse_no_config() {
@@ -246,7 +248,7 @@ void llama_sparse_check_text(const std::string & text) {
             longest  = std::max(longest, run);
         }
     }
-    if (longest > llama_sparse_stack_size()/FRAMES) {
+    if (longest > stack_bytes/FRAMES) {
         throw std::invalid_argument("a text with " + std::to_string(longest) + " characters in a row without white space, or of nothing else");
     }
 }
