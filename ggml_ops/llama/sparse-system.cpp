@@ -5,9 +5,12 @@
 #include "ggml-sparse.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 
 static constexpr uint64_t MOST = 1 << 30; // bytes of a call
+
+static std::atomic<bool> ending{ false };
 
 #ifdef _WIN32
 
@@ -176,6 +179,7 @@ void llama_sparse_signals(void (*handler)(int)) {
                 if (n == 0) {
                     hang_up(ports);
                 } else if (n > 0 && read(fd, &byte, 1) == 1) {
+                    ending = true;
                     hang_up(ports); // while it listens: then the ports are known
                     handler(byte);
                     delay = 100; // ms: a connection may have been taken meanwhile
@@ -217,6 +221,10 @@ void llama_sparse_huge_pages(char * at, size_t n) {
     (void) at;
     (void) n;
 #endif
+}
+
+bool llama_sparse_is_ending() {
+    return ending;
 }
 
 size_t llama_sparse_deep_stacks() {

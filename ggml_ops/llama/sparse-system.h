@@ -31,6 +31,9 @@ bool llama_sparse_drop_pages(char * at, size_t n);
 // Rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
 void llama_sparse_huge_pages(char * at, size_t n);
 
+// Has a signal asked this program to end? Of llama-server alone
+bool llama_sparse_is_ending();
+
 // Lets threads that begin from here on have a stack of a gigabyte, of which pages that are not touched cost nothing. Returns what they have;
 // SIZE_MAX: it does not matter, because only std::regex of GNU's library takes so much
 size_t llama_sparse_deep_stacks();
