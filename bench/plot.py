@@ -12,8 +12,9 @@ from typing import Any
 
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, ratio_text
-from pyorch.bench import records
-from pyorch.bench.pictures import (  # noqa: F401  the figures have them from here
+from pyorch.errors import SparqError
+from pyorch.measure import records
+from pyorch.measure.pictures import (  # noqa: F401  the figures have them from here
     OURS,
     OURS_2,
     OURS_3,
@@ -28,7 +29,6 @@ from pyorch.bench.pictures import (  # noqa: F401  the figures have them from he
     write,
     x_ticks,
 )
-from pyorch.errors import SparqError
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures"

@@ -15,7 +15,7 @@ from pyorch.attention.spec import AttentionSpec
 ROOT = Path(pyorch.__file__).parent
 # each may import those before it; modules of one folder may import each other, but not in a circle
 FLOORS = ("system", "errors", "text", "children", "progress", "paths", "text_file", "table")
-FLOORS += ("ggml", "native", "models", "attention", "engine", "policies", "bench", "evals")
+FLOORS += ("ggml", "native", "models", "attention", "engine", "policies", "measure", "evals")
 FLOORS += ("calibrate", "cli", "__main__")
 
 

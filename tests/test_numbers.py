@@ -17,9 +17,9 @@ from bench.gpu import tokens as gpu_tokens
 from bench.users import prompt_time, serving
 from pyorch import table as tables
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import records
 from pyorch.cli.bench import attention_time, measurement, speed
 from pyorch.evals import figures, series, stats, table
+from pyorch.measure import records
 
 ROOT = Path(__file__).parents[1]
 EPYC = ROOT / "bench" / "results" / "amd-epyc-2-cores"

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,8 @@ import numpy as np
 
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
-from pyorch.native.params import ScoreSelectParams, SealParams
-from pyorch.native.slots import Sources
-from pyorch.native.tensor import InitParams, Tensor
-
-TensorPtr = POINTER(Tensor)
+from pyorch.native.prototypes import declare
+from pyorch.native.tensor import InitParams
 
 
 class Device:
@@ -30,41 +27,11 @@ class Device:
     """
 
     def __init__(self, folder: Path, device: str) -> None:
-        self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
-        base, t, p = self.base, TensorPtr, c_void_p
-        for name, result, *args in (
-            ("ggml_init", p, InitParams),
-            ("ggml_free", None, p),
-            ("ggml_new_tensor", t, p, c_int, c_int, POINTER(c_int64)),
-            ("ggml_nbytes", c_size_t, t),
-            ("ggml_new_graph", p, p),
-            ("ggml_build_forward_expand", None, p, t),
-            ("ggml_sparse_attn_visible", t, p, t),
-            ("ggml_sparse_attn_seal", t, p, POINTER(Sources), SealParams),
-            ("ggml_sparq_attn", t, p, POINTER(Sources), ScoreSelectParams),
-            ("ggml_backend_reg_dev_get", p, p, c_size_t),
-            ("ggml_backend_reg_dev_count", c_size_t, p),
-            ("ggml_backend_dev_init", p, p, c_char_p),
-            ("ggml_backend_dev_description", c_char_p, p),
-            ("ggml_backend_dev_supports_op", c_bool, p, t),
-            ("ggml_backend_dev_memory", None, p, p, p),
-            ("ggml_backend_dev_buffer_type", p, p),
-            ("ggml_backend_alloc_ctx_tensors_from_buft", p, p, p),
-            ("ggml_backend_buffer_free", None, p),
-            ("ggml_backend_tensor_set", None, t, p, c_size_t, c_size_t),
-            ("ggml_backend_tensor_get", None, t, p, c_size_t, c_size_t),
-            ("ggml_backend_graph_compute", c_int, p, p),
-            ("ggml_cpy", t, p, t, t),
-            ("ggml_permute", t, p, t, c_int, c_int, c_int, c_int),
-            ("ggml_flash_attn_ext", t, p, t, t, t, t, c_float, c_float, c_float),
-        ):
-            getattr(base, name).restype = result
-            getattr(base, name).argtypes = args
+        base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
+        self.base = base = declare(base)
         is_cuda = device == "cuda"
-        library = ctypes.CDLL(str(folder / "libggml-cuda.so") if is_cuda else device)
-        register = library.ggml_backend_cuda_reg if is_cuda else library.ggml_backend_init
-        register.restype = p
-        reg = register()
+        library = declare(ctypes.CDLL(str(folder / "libggml-cuda.so") if is_cuda else device))
+        reg = library.ggml_backend_cuda_reg() if is_cuda else library.ggml_backend_init()
         if not base.ggml_backend_reg_dev_count(reg):
             raise SparqError("no CUDA device", "sparq-cpp doctor")
         self.dev = base.ggml_backend_reg_dev_get(reg, 0)

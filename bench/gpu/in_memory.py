@@ -30,16 +30,16 @@ from bench.gpu.tokens import depths, layers, like, quant, random_tokens, shared,
 from pyorch import engine
 from pyorch.attention import bytes as cost
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import bandwidth, records, state
-from pyorch.bench.records import Record, Result, optional
-from pyorch.bench.room import Synthetic
-from pyorch.bench.turns import FLOATS, OFF
 from pyorch.cli.bench.measurement import Done, Measurement, number_option, specs_option
 from pyorch.cli.groups import option, several
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_THREADS
+from pyorch.measure import bandwidth, records, state
+from pyorch.measure.records import Record, Result, optional
+from pyorch.measure.room import Synthetic
+from pyorch.measure.turns import FLOATS, OFF
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import weight_bytes
 from pyorch.table import markdown

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from pyorch.bench import paper, records
 from pyorch.cli.bench import speed
+from pyorch.measure import paper, records
 
 FILE = "speed.jsonl"
 MODEL = "llama2-7b q8_0"

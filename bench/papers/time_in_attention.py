@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from pyorch.bench import paper
-from pyorch.bench.records import load_all, read_case
 from pyorch.cli.bench.speed import SpeedCase
+from pyorch.measure import paper
+from pyorch.measure.records import load_all, read_case
 
 FILE = "speed.jsonl"
 NEEDS = "sparq-cpp bench --layers 4 -d '2048-32768*2' -n 20 -r 10"

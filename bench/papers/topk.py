@@ -10,8 +10,8 @@ from typing import Any
 
 from bench import plot
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench import paper
 from pyorch.evals import figures, series, table
+from pyorch.measure import paper
 
 TASKS = {
     "niah_many": "Multiple NIAH",

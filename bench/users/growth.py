@@ -17,11 +17,11 @@ from dataclasses import replace
 import numpy as np
 
 from bench import plot
-from pyorch.bench.records import Record
 from pyorch.cli.bench import speed
 from pyorch.cli.bench.comparison import SpeedOptions
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.errors import SparqError
+from pyorch.measure.records import Record
 from pyorch.table import markdown
 
 DEPTHS = [4096, 8192, 16384, 32768, 65536]

@@ -16,9 +16,9 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from pyorch import children, native
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench.turns import OFF, Side
 from pyorch.cli.bench.measurement import BookOptions, number_option, specs_option
 from pyorch.errors import SparqError
+from pyorch.measure.turns import OFF, Side
 
 HOST = "127.0.0.1"
 READY_S = 600  # that a server may take to load its model

@@ -24,9 +24,6 @@ from typing import Any
 from bench import plot
 from pyorch import engine
 from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
-from pyorch.bench import records, state
-from pyorch.bench.records import Record, Result, optional
-from pyorch.bench.turns import OFF, Side
 from pyorch.cli import options as opt
 from pyorch.cli.bench.measurement import (
     BookOptions,
@@ -41,6 +38,9 @@ from pyorch.cli.bench.measurement import (
 from pyorch.cli.groups import several
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
+from pyorch.measure import records, state
+from pyorch.measure.records import Record, Result, optional
+from pyorch.measure.turns import OFF, Side
 from pyorch.models.content import content_hash
 from pyorch.table import markdown
 

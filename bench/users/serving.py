@@ -20,11 +20,11 @@ import numpy as np
 
 from bench.users import llama_server
 from bench.users.llama_server import Server, ServerCase, ServerOptions, Times
-from pyorch.bench import records
-from pyorch.bench.records import Record, Result
-from pyorch.bench.turns import sides
 from pyorch.cli.bench.measurement import Done, Measurement, Row, model_name, same, tables
 from pyorch.errors import SparqError
+from pyorch.measure import records
+from pyorch.measure.records import Record, Result
+from pyorch.measure.turns import sides
 from pyorch.models.content import content_hash
 from pyorch.table import markdown
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from pyorch.bench import records
 from pyorch.cli.bench import speed
+from pyorch.measure import records
 
 FILE = "token_rate/speed.jsonl"
 NEEDS = (

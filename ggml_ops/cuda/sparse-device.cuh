@@ -44,7 +44,6 @@ static __device__ __forceinline__ T * cluster_at(T * p, int block) {
     return res;
 }
 
-
 struct cluster_launch {
     cudaLaunchAttribute attrs[2];
     cudaLaunchConfig_t  cfg = {};
@@ -93,10 +92,14 @@ int max_clusters(K kernel, int n_cluster, size_t n_shared) {
 // a kernel for which max_clusters() was asked
 template <typename K, typename A>
 void launch_cluster(K kernel, dim3 grid, dim3 block, int n_cluster, size_t n_shared, cudaStream_t stream, const A & args) {
+#ifdef GGML_CUDA_USE_PDL // else begin_kernel() waits for nothing
     static const bool overlaps = [] {
         const char * env = getenv("GGML_CUDA_PDL"); // as upstream's kernels
         return !env || atoi(env) != 0;
     }();
+#else
+    const bool overlaps = false;
+#endif
     cluster_launch launch(grid, block, n_cluster, n_shared, stream, overlaps);
     CUDA_CHECK(cudaLaunchKernelEx(&launch.cfg, kernel, args));
 }

@@ -15,10 +15,10 @@ import numpy as np
 
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import records
 from pyorch.engine import Session
 from pyorch.errors import SparqError
 from pyorch.evals.decode import log_softmax
+from pyorch.measure import records
 from pyorch.progress import Progress, silent
 
 N_CUE = 24  # tokens of a repeated passage before those that are decoded

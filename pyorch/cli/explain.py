@@ -79,8 +79,8 @@ def command(
     tells what each of them holds and reads.
     """
     from pyorch import engine
-    from pyorch.bench import bandwidth
     from pyorch.engine.settings import batch_size
+    from pyorch.measure import bandwidth
     from pyorch.models.content import card_of
 
     if not elsewhere.workers and given_on_command_line(["n_gpu_layers", "tensor_split"]):

@@ -23,6 +23,7 @@ from types import ModuleType
 from pyorch import native
 from pyorch.errors import SparqError
 from pyorch.ggml import NUMA
+from pyorch.native.prototypes import declare
 
 LOG = logging.getLogger("pyorch.llama")
 LOG.addHandler(logging.NullHandler())
@@ -133,14 +134,7 @@ class Library:
         Args:
             shared: whether those count that have no memory of their own.
         """
-        ggml = self.lib._lib
-        pointer = ctypes.c_void_p
-        ggml.ggml_backend_dev_get.restype = pointer
-        ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-        ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
-        ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-        for name in ("ggml_backend_dev_type", "ggml_backend_dev_description"):
-            getattr(ggml, name).argtypes = [pointer]
+        ggml = declare(self.lib._lib)
         devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
         return [
             device
@@ -216,12 +210,10 @@ def gpus(library: Library) -> list[Gpu]:
     limit = os.environ.get("SPARQ_GPU_LIMIT") or str(2**63)
     if not limit.isdecimal():
         raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}, not a number of bytes", exit_code=2)
-    ggml = library.lib._lib
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    ggml.ggml_backend_dev_memory.argtypes = [pointer, ctypes.POINTER(size), ctypes.POINTER(size)]
+    ggml = declare(library.lib._lib)
     res = []
     for device in library.gpu_devices(shared=False):
-        free, total = size(), size()
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
         ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
         name = ggml.ggml_backend_dev_description(device).decode(errors="replace")
         res.append(Gpu(name, min(free.value, int(limit)), device))

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from pyorch.engine.library import Library
 from pyorch.errors import SparqError
+from pyorch.native.prototypes import declare
 
 PORT = 50052  # llama.cpp's own
 _PROTOCOL = 7  # the major version, which must agree
@@ -147,8 +148,7 @@ def on_loss(library: Library, endpoints: Sequence[str], end: Callable[[str], NoR
             end("the connection to a worker was lost")
 
     library.on_abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(ending)  # kept alive
-    library.lib._lib.ggml_set_abort_callback.restype = ctypes.c_void_p
-    library.lib._lib.ggml_set_abort_callback(library.on_abort)
+    declare(library.lib._lib).ggml_set_abort_callback(library.on_abort)
 
 
 def _listens(endpoint: str) -> bool:
@@ -177,16 +177,9 @@ def devices(library: Library, endpoints: Sequence[str]) -> list[int]:
     Raises:
         SparqError: a worker cannot be reached, or the library has no RPC.
     """
-    ggml, pointer = library.lib._lib, ctypes.c_void_p
+    ggml = declare(library.lib._lib)
     if not hasattr(ggml, "ggml_backend_rpc_add_server"):
         raise SparqError("this library has no RPC", "sparq-cpp build --force")
-    for name, result, arguments in (
-        ("ggml_backend_rpc_add_server", pointer, [ctypes.c_char_p]),
-        ("ggml_backend_reg_dev_count", ctypes.c_size_t, [pointer]),
-        ("ggml_backend_reg_dev_get", pointer, [pointer, ctypes.c_size_t]),
-    ):
-        function = getattr(ggml, name)
-        function.restype, function.argtypes = result, arguments
     res: list[int] = []
     for endpoint in endpoints:
         if endpoint not in library.workers:  # it would not answer beside a connection

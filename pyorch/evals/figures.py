@@ -12,10 +12,10 @@ import numpy as np
 
 from pyorch import paths
 from pyorch.attention.spec import ratio_text
-from pyorch.bench import pictures
 from pyorch.errors import SparqError
 from pyorch.evals import table, tasks
 from pyorch.evals.series import Series, by_setting
+from pyorch.measure import pictures
 from pyorch.policies import Method, parse
 
 CURVES, NEEDLE = "eval_curves", "eval_needle"

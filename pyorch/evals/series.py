@@ -16,10 +16,10 @@ import numpy as np
 
 from pyorch.attention.bytes import per_token
 from pyorch.attention.spec import BOUNDS
-from pyorch.bench import records
-from pyorch.bench.records import Record
 from pyorch.errors import SparqError
 from pyorch.evals import find, stats, tasks
+from pyorch.measure import records
+from pyorch.measure.records import Record
 from pyorch.models import cards
 from pyorch.policies import Method, is_sparse, recorded
 

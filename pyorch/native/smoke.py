@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
 from pyorch.native.params import PrefillParams
-from pyorch.native.slots import Sources, sources
-from pyorch.native.tensor import InitParams, Tensor
+from pyorch.native.prototypes import declare
+from pyorch.native.slots import sources
+from pyorch.native.tensor import InitParams
 
 # What a backend of the CPU may leave out: the feature by the name of the buffer that has it.
 BUFFERS = {"AMX": "amx", "CPU_REPACK": "repack"}
@@ -50,7 +51,6 @@ TIMEOUT_S = 300  # it takes one or two seconds
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
 _GPUS = (1, 2)  # types of ggml's devices: a card, and one that shares the CPU's memory
-_TensorPtr = POINTER(Tensor)
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,7 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
 
 def _gpus(base: Any, folder: Path) -> Iterator[tuple[int, int, bool]]:
     """Likewise each GPU. Ends the process if there is none: ggml has said why."""
-    ggml = ctypes.CDLL(str(folder / system.library("ggml")))
-    ggml.ggml_backend_dev_count.restype = c_size_t
-    ggml.ggml_backend_dev_get.restype, ggml.ggml_backend_dev_get.argtypes = c_void_p, [c_size_t]
+    ggml = declare(ctypes.CDLL(str(folder / system.library("ggml"))))
     found = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
     devices = [device for device in found if base.ggml_backend_dev_type(device) in _GPUS]
     if not devices:
@@ -260,39 +258,7 @@ def _weights(base: Any, kind: str) -> tuple[Any, Any]:
 
 def _load(folder: Path) -> tuple[Any, Any]:
     base = ctypes.CDLL(str(folder / system.library("ggml-base")), mode=ctypes.RTLD_GLOBAL)
-    cpu = ctypes.CDLL(str(folder / system.library("ggml-cpu")))
-    p, t = c_void_p, _TensorPtr
-    prototypes: list[Any] = [
-        (base, "ggml_init", p, InitParams),
-        (base, "ggml_free", None, p),
-        (base, "ggml_new_tensor_4d", t, p, c_int, *[c_int64] * 4),
-        (base, "ggml_mul_mat", t, p, t, t),
-        (base, "ggml_new_graph", p, p),
-        (base, "ggml_build_forward_expand", None, p, t),
-        (base, "ggml_quantize_chunk", c_size_t, c_int, p, p, c_int64, c_int64, c_int64, p),
-        (base, "ggml_backend_get_device", p, p),
-        (base, "ggml_backend_get_default_buffer_type", p, p),
-        (base, "ggml_backend_buft_name", c_char_p, p),
-        (base, "ggml_backend_alloc_ctx_tensors", p, p, p),
-        (base, "ggml_backend_alloc_ctx_tensors_from_buft", p, p, p),
-        (base, "ggml_backend_buffer_free", None, p),
-        (base, "ggml_backend_dev_supports_op", c_bool, p, t),
-        (base, "ggml_backend_dev_type", c_int, p),
-        (base, "ggml_backend_dev_init", p, p, c_char_p),
-        (base, "ggml_backend_tensor_set", None, t, p, c_size_t, c_size_t),
-        (base, "ggml_backend_tensor_get", None, t, p, c_size_t, c_size_t),
-        (base, "ggml_backend_graph_compute", c_int, p, p),
-        (base, "ggml_backend_reg_get_proc_address", p, p, c_char_p),
-        (cpu, "ggml_backend_cpu_init", p),
-        (cpu, "ggml_backend_cpu_reg", p),
-        (cpu, "ggml_backend_cpu_set_n_threads", None, p, c_int),
-    ]
-    if _is_ours(base):
-        prototypes.append((base, _OURS, t, p, POINTER(Sources), PrefillParams))
-    for lib, name, result, *args in prototypes:
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, args
-    return base, cpu
+    return declare(base), declare(ctypes.CDLL(str(folder / system.library("ggml-cpu"))))
 
 
 def _is_ours(base: Any) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 
 from pyorch.engine import Session
 from pyorch.errors import SparqError
+from pyorch.native.prototypes import declare
 from pyorch.native.slots import ATTEND, I_FORCED, PREFILL, SELECT, source_of
 from pyorch.native.tensor import Tensor, floats, op_number, row_bytes, source, view
 from pyorch.policies.base import Heads, Policy, Selector, Step, at, softmax
@@ -76,16 +77,15 @@ class PolicyWatch:
         Raises:
             SparqError: the library's tensors do not have the layout of `Tensor`.
         """
-        overhead = session.lib._lib.ggml_tensor_overhead
-        overhead.restype = ctypes.c_size_t
-        is_host = session.lib._lib.ggml_backend_buffer_is_host
-        is_host.restype, is_host.argtypes = ctypes.c_bool, [ctypes.c_void_p]
-        if overhead() != ctypes.sizeof(Tensor) + _OBJECT:
+        ggml = declare(session.lib._lib)
+        if ggml.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT:
             raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
         self.session = session
         self.ours = op_number(session.lib, "SPARSE_ATTN")
         self.flash_attn = op_number(session.lib, "FLASH_ATTN_EXT")
-        self.is_host: Callable[[int], bool] = is_host  # whether Python can read a buffer
+        self.is_host: Callable[[int], bool] = (
+            ggml.ggml_backend_buffer_is_host
+        )  # whether Python can read a buffer
         self.d_v = session.geometry.head_dim_v
 
     @property

@@ -11,12 +11,12 @@ import pytest
 from bench_options import options
 from click.testing import CliRunner
 
-from pyorch.bench import records
-from pyorch.bench.turns import OFF, Side, check_dense, in_turns
-from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench import attention_time, command
 from pyorch.cli.bench.attention_time import AttentionCase
 from pyorch.errors import SparqError
+from pyorch.measure import records
+from pyorch.measure.process import Process, Processes
+from pyorch.measure.turns import OFF, Side, check_dense, in_turns
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -59,12 +59,12 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
             return [1.0, 2.0 if self.name.startswith("stock") else wrong]
 
     (group,) = planned(spec)
-    workers: Any = {c.place: Fake(c.place) for c in group}
+    processes: Any = {c.place: Fake(c.place) for c in group}
     wrong = 2.0
-    check_dense(group, lambda c: workers[c.place], 4096)
+    check_dense(group, lambda c: processes[c.place], 4096)
     wrong = 3.0
     with pytest.raises(SparqError, match="our dense attention differs"):
-        check_dense(group, lambda c: workers[c.place], 4096)
+        check_dense(group, lambda c: processes[c.place], 4096)
 
 
 @pytest.mark.parametrize(("swap", "wanted"), [(False, "CBA ABC CBA"), (True, "ABC CBA ABC")])
@@ -120,41 +120,41 @@ def test_rows_are_differences_against_the_better_stock() -> None:
     assert "| 4096 | `sparq,ratio=1/8` | 5.00 (5.00-5.00) | 4.00x | 9.00 | 101.0 | 100 % |" in table
 
 
-def test_worker_reports_errors_and_its_death(model: Path) -> None:
-    with Worker() as worker:
+def test_process_reports_errors_and_its_death(model: Path) -> None:
+    with Process() as process:
         with pytest.raises(SparqError, match="no model is open"):
-            worker.layers()
-        worker.open(model=str(model), n_ctx=512, n_threads=1)
-        worker.fill(n_pos=400, seed=1)
-        worker.attention(spec="dense")
-        got = worker.decode(n=2, seed=1)
+            process.layers()
+        process.open(model=str(model), n_ctx=512, n_threads=1)
+        process.fill(n_pos=400, seed=1)
+        process.attention(spec="dense")
+        got = process.decode(n=2, seed=1)
         assert len(got["samples_ns"]) == 2 and min(got["samples_ns"]) > 1000
         assert got["counters"]["calls_dense_op"] == 4
         with pytest.raises(SparqError, match="unknown method"):
-            worker.attention(spec="nonsense")
-        worker.process.kill()
+            process.attention(spec="nonsense")
+        process.process.kill()
         with pytest.raises(SparqError, match="ended by SIGKILL .*, during 'layers'"):
-            worker.layers()
+            process.layers()
 
 
-def test_a_worker_outlives_ctrl_c_before_its_first_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_outlives_ctrl_c_before_its_first_line(capfd: pytest.CaptureFixture[str]) -> None:
     """It is for the caller, who then ends the process."""
-    with Workers() as workers:
-        worker = workers.start("stock by name", "sparq")
+    with Processes() as processes:
+        process = processes.start("stock by name", "sparq")
         for _ in range(40):  # through all of its start
-            worker.process.send_signal(signal.SIGINT)
+            process.process.send_signal(signal.SIGINT)
             time.sleep(0.01)
-        worker.close()
-        assert "--stock" not in worker.process.args
+        process.close()
+        assert "--stock" not in process.process.args
     assert "Traceback" not in capfd.readouterr().err
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_a_dead_worker_is_told_and_the_others_end() -> None:
+def test_a_dead_process_is_told_and_the_others_end() -> None:
     """It took no request: the unsent one must not come up again when its pipe is closed."""
     ended = "ended by SIGKILL .*, during 'seal'"
-    with pytest.raises(SparqError, match=ended), Workers() as workers:
-        dead, other = (workers.start(name, "sparq") for name in "ab")
+    with pytest.raises(SparqError, match=ended), Processes() as processes:
+        dead, other = (processes.start(name, "sparq") for name in "ab")
         dead.process.kill()
         dead.process.wait()
         dead.seal()

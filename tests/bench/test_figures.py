@@ -15,11 +15,11 @@ from bench import __main__ as main
 from bench import draw, plot
 from bench.papers import repetition, topk
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import pictures
 from pyorch.cli.bench import command as bench_command
 from pyorch.cli.bench import speed
 from pyorch.errors import SparqError
 from pyorch.evals import figures, series
+from pyorch.measure import pictures
 
 BENCH = Path(__file__).parents[2] / "bench"
 EPYC = BENCH / "results" / "amd-epyc-2-cores"

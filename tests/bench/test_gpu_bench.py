@@ -16,11 +16,11 @@ from bench import plot
 from bench.gpu import in_memory, kernels, real_text, tokens
 from pyorch import paths
 from pyorch.attention.spec import parse_spec
-from pyorch.bench import records
-from pyorch.bench.room import Synthetic
 from pyorch.cli.bench import measurement
 from pyorch.engine.library import Library
 from pyorch.errors import SparqError
+from pyorch.measure import records
+from pyorch.measure.room import Synthetic
 
 ENV = {"machine": {"cpu": "A CPU", "cores": 2}}
 

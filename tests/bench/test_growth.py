@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from bench.users import growth
-from pyorch.bench import records
 from pyorch.cli.bench import measurement, speed
 from pyorch.errors import SparqError
+from pyorch.measure import records
 
 
 def run(folder: Path, model: Path, *args: str) -> Any:

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from bench.users import prompt_time
 from bench.users.prompt_time import Line
 from pyorch import paths
-from pyorch.bench import records
-from pyorch.bench.turns import OFF
 from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
+from pyorch.measure import records
+from pyorch.measure.turns import OFF
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 

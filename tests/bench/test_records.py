@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pyorch import native
-from pyorch.bench import records
 from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
+from pyorch.measure import records
 
 
 def make(n: int, stamp: str = "s") -> records.Record:

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from bench.users import llama_server, serving
 from pyorch import paths
-from pyorch.bench import records
 from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
+from pyorch.measure import records
 
 DOCUMENT = paths.data("models") / "demo" / "document.txt"
 

@@ -19,13 +19,13 @@ from bench.users import growth
 from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import records, room
-from pyorch.bench.turns import OFF, Side
 from pyorch.cli import models
 from pyorch.cli.bench import attention_time, command, measurement, speed
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
+from pyorch.measure import records, room
+from pyorch.measure.turns import OFF, Side
 from pyorch.models import synth
 from pyorch.models.geometry import Geometry
 from pyorch.models.layers import Windows

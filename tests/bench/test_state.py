@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pyorch import engine
-from pyorch.bench import state
-from pyorch.bench.worker import Subject
 from pyorch.engine import sparse
 from pyorch.errors import SparqError
+from pyorch.measure import state
+from pyorch.measure.process import Subject
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 

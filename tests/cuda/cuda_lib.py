@@ -24,10 +24,9 @@ NAME = "sparq-cuda.so"
 NVCC_FLAGS = ["-std=c++17", "-use_fast_math", "-extended-lambda"]
 
 
-def include_flags(headers: Path, ggml_cuda: bool = False) -> list[str]:
-    """headers: folder `ggml` of the source. ggml_cuda: with ggml-cuda's own common.cuh."""
-    common = headers / "src" / "ggml-cuda" if ggml_cuda else HERE / "host"
-    folders = [common, OPS, OPS / "cuda", headers / "include", headers / "src"]
+def include_flags(headers: Path) -> list[str]:
+    """headers: folder `ggml` of the source."""
+    folders = [HERE / "host", OPS, OPS / "cuda", headers / "include", headers / "src"]
     return [f"-I{folder}" for folder in folders]
 
 

@@ -50,6 +50,14 @@ static void neighbour(int * out, int kind) {
         cluster_wait();
     }
     out[blockIdx.x*64 + threadIdx.x] = *cluster_at(&m.number, kind == 8 ? 4 : (blockIdx.x + 1) % 4);
+    if (kind == 9) { // all of the cluster have read
+        cluster_arrive();
+        cluster_wait();
+    }
+    __syncthreads();
+    if (threadIdx.x == 32 && kind >= 9) { // not the last one at the barrier, in either order
+        m.number = 7;
+    }
 }
 
 int main(int, char ** argv) {
@@ -101,6 +109,8 @@ def program(ggml_headers: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         (6, "0 "),  # the barrier of a block is none of the cluster
         (7, "threads wait for others"),
         (8, "not in the shared memory of a cluster"),
+        (9, "1 101 100"),
+        (10, "0 "),  # a block runs ahead of the cluster, from one barrier of its own to the next
     ],
 )
 def test_emulator_notices(program: Path, kind: int, want: str) -> None:

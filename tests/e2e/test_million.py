@@ -10,7 +10,7 @@ import tiny as tiny_models
 from test_engine import n_wrong
 
 from pyorch import engine
-from pyorch.bench import state
+from pyorch.measure import state
 from pyorch.models.memory import available_memory
 
 N = 1 << 20

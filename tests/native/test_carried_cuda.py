@@ -14,8 +14,8 @@ import pytest
 from fakes import write
 
 from pyorch import native
-from pyorch.bench import records
 from pyorch.errors import SparqError
+from pyorch.measure import records
 from pyorch.native import build, carried, carried_cuda, cuda, probe, smoke
 
 if TYPE_CHECKING:

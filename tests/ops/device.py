@@ -10,42 +10,24 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import c_bool, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import c_void_p
 from pathlib import Path
 
 import pytest
-from ggml_ctypes import Buffer, Ggml, Tensor, TensorPtr, _library
+from ggml_ctypes import Buffer, Ggml, Tensor, _library
+
+from pyorch.native.prototypes import declare
 
 
 class DeviceGgml(Ggml):
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder)
         self.made: weakref.WeakSet[Buffer] = weakref.WeakSet()
-        base, t = self.base, TensorPtr
-        for name, result, *args in (
-            ("ggml_backend_reg_dev_get", c_void_p, c_void_p, c_size_t),
-            ("ggml_backend_reg_dev_count", c_size_t, c_void_p),
-            ("ggml_backend_dev_init", c_void_p, c_void_p, c_char_p),
-            ("ggml_backend_dev_supports_op", c_bool, c_void_p, t),
-            ("ggml_backend_dev_name", c_char_p, c_void_p),
-            ("ggml_backend_dev_buffer_type", c_void_p, c_void_p),
-            ("ggml_backend_buft_alloc_buffer", c_void_p, c_void_p, c_size_t),
-            ("ggml_backend_buffer_free", None, c_void_p),
-            ("ggml_backend_buffer_get_base", c_void_p, c_void_p),
-            ("ggml_backend_tensor_set", None, t, c_void_p, c_size_t, c_size_t),
-            ("ggml_backend_tensor_get", None, t, c_void_p, c_size_t, c_size_t),
-            ("ggml_backend_graph_compute", c_int, c_void_p, c_void_p),
-            ("ggml_graph_add_node", None, c_void_p, t),
-            ("ggml_op_name", c_char_p, c_int),
-        ):
-            getattr(base, name).restype = result
-            getattr(base, name).argtypes = args
+        base = self.base
         if device == "cuda":
-            register = ctypes.CDLL(str(_library(folder, "ggml-cuda"))).ggml_backend_cuda_reg
+            reg = declare(ctypes.CDLL(str(_library(folder, "ggml-cuda")))).ggml_backend_cuda_reg()
         else:
-            register = ctypes.CDLL(device).ggml_backend_init
-        register.restype = c_void_p
-        reg = register()
+            reg = declare(ctypes.CDLL(device)).ggml_backend_init()
         if base.ggml_backend_reg_dev_count(reg) == 0:
             raise RuntimeError(f"{device}: no device")
         self.device = base.ggml_backend_reg_dev_get(reg, 0)

@@ -15,14 +15,7 @@ nothing outside the results was written.
 from __future__ import annotations
 
 import ctypes
-from ctypes import (
-    POINTER,
-    c_bool,
-    c_int,
-    c_int64,
-    c_size_t,
-    c_void_p,
-)
+from ctypes import c_int64, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +23,8 @@ from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
 from cpu import has_fast
 
 from pyorch.ggml import BY_NAME
-from pyorch.native.params import (
-    STATS,  # noqa: F401  the tests have it from here
+from pyorch.native.params import (  # noqa: F401  the tests have them from here
+    STATS,
     AttendParams,
     PrefillParams,
     ScoreParams,
@@ -39,7 +32,8 @@ from pyorch.native.params import (
     SealParams,
     SelectParams,
 )
-from pyorch.native.slots import Sources, sources
+from pyorch.native.prototypes import TensorPtr, declare  # noqa: F401
+from pyorch.native.slots import sources
 from pyorch.native.tensor import InitParams, Tensor
 
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph
@@ -61,33 +55,6 @@ BLOCK_BYTES = {kind: row_bytes(32, kind) for kind in BLOCKS}
 NUMPY_TYPE = {BY_NAME[name].number: (name, dtype) for name, dtype in DTYPES.items()}
 KINDS = {"q": "f32", "k": "f16", "v": "f16", "mask": "f16", "k_t": "f16", "stats": "i64"}
 KINDS |= dict.fromkeys(("k_range", "v_sum", "logits", "sinks"), "f32")  # others are i32
-TensorPtr = POINTER(Tensor)
-
-
-class Plan(ctypes.Structure):
-    """struct ggml_cplan of ggml-cpu.h."""
-
-    _fields_ = [
-        ("work_size", c_size_t),
-        ("work_data", c_void_p),
-        ("n_threads", c_int),
-        ("threadpool", c_void_p),
-        ("abort_callback", c_void_p),
-        ("abort_callback_data", c_void_p),
-        ("use_ref", c_bool),
-    ]
-
-
-CONSTRUCTORS = {  # of nodes from named sources; the last two make several
-    "sparse_attn_seal": SealParams,
-    "sparse_attn_score": ScoreParams,
-    "sparse_attn_select": SelectParams,
-    "sparse_attn_score_select": ScoreSelectParams,
-    "sparse_attn_attend": AttendParams,
-    "sparse_attn_prefill": PrefillParams,
-    "sparq_attn": ScoreSelectParams,
-    "topk_attn": ScoreSelectParams,
-}
 
 
 class Ggml:
@@ -104,31 +71,9 @@ class Ggml:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.base = ctypes.CDLL(str(_library(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
-        self.cpu = ctypes.CDLL(str(_library(folder, "ggml-cpu")))
-        base, cpu, t, ctx = self.base, self.cpu, TensorPtr, c_void_p
-        self.prototypes = [
-            (base, "ggml_init", ctx, InitParams),
-            (base, "ggml_free", None, ctx),
-            (base, "ggml_tensor_overhead", c_size_t),
-            (base, "ggml_new_tensor", t, ctx, c_int, c_int, POINTER(c_int64)),
-            (base, "ggml_nbytes", c_size_t, t),
-            (base, "ggml_new_graph", c_void_p, ctx),
-            (base, "ggml_build_forward_expand", None, c_void_p, t),
-            (base, "ggml_graph_n_nodes", c_int, c_void_p),
-            (base, "ggml_graph_node", t, c_void_p, c_int),
-            (cpu, "ggml_cpu_init", None),
-            (cpu, "ggml_graph_plan", Plan, c_void_p, c_int, c_void_p),
-            (cpu, "ggml_graph_compute", c_int, c_void_p, POINTER(Plan)),
-            (base, "ggml_sparse_attn_visible", t, ctx, t),
-            *[
-                (base, f"ggml_{name}", t, ctx, POINTER(Sources), params)
-                for name, params in CONSTRUCTORS.items()
-            ],
-        ]
-        for lib, name, result, *args in self.prototypes:
-            getattr(lib, name).restype = result
-            getattr(lib, name).argtypes = args
+        base = ctypes.CDLL(str(_library(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
+        self.base = base = declare(base)
+        self.cpu = declare(ctypes.CDLL(str(_library(folder, "ggml-cpu"))))
         self.has_fast = has_fast(self.cpu)
         self.ops = base  # where the constructors of our ops are
         object_size = 32  # struct ggml_object, in front of every tensor of a context

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from ggml_ctypes import CONTEXT, UNWRITTEN, Buffer, Ggml
 
+from pyorch.native.prototypes import declare
+
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
 
@@ -118,10 +120,7 @@ class IsaGgml(Ggml):
             self.lib.ggml_sparse_attn_work_size.argtypes = [c_void_p, c_int]
             self.lib.isa_compute.argtypes = [c_void_p, c_void_p, c_size_t, c_int]
         if target in SANITIZED:
-            for _, name, result, *args in self.prototypes:
-                if hasattr(self.lib, name):
-                    getattr(self.lib, name).restype = result
-                    getattr(self.lib, name).argtypes = args
+            declare(self.lib)
             self.ops = self.lib
         if target.startswith("address"):
             self.poison = self.lib["__asan_poison_memory_region"]

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import click
 
-from pyorch.bench.turns import FLOATS
 from pyorch.cli.bench import attention_time, measurement, speed
 from pyorch.cli.bench.comparison import SpeedOptions
 from pyorch.cli.bench.measurement import RecordOptions
 from pyorch.cli.groups import given_on_command_line, takes
 from pyorch.cli.terminal import note, note_if_busy
 from pyorch.errors import SparqError
+from pyorch.measure.turns import FLOATS
 
 SYNTHETIC = {"like", "n_layer", "quant"}  # options that a model replaces
 

@@ -21,11 +21,6 @@ from typing import Any
 import numpy as np
 
 from pyorch.attention.bytes import CELLS, per_token
-from pyorch.bench import records
-from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.records import Record, Result, optional, spread
-from pyorch.bench.turns import OFF, check_dense, in_turns, refuse_idle, sides
-from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench.comparison import (
     NUMA,
     CacheCase,
@@ -37,6 +32,11 @@ from pyorch.cli.bench.comparison import (
 )
 from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing
 from pyorch.errors import SparqError
+from pyorch.measure import records
+from pyorch.measure.bandwidth import MemoryReader
+from pyorch.measure.process import Process, Processes
+from pyorch.measure.records import Record, Result, optional, spread
+from pyorch.measure.turns import OFF, check_dense, in_turns, refuse_idle, sides
 from pyorch.models import synth
 from pyorch.table import columns, number
 
@@ -142,14 +142,14 @@ def measure(_: CompareOptions, group: Sequence[AttentionCase], done: Done) -> li
     first = group[0]
     model = model_file(first.like, first.n_layer)
     reader = MemoryReader(first.n_threads)
-    with Workers() as workers:
+    with Processes() as processes:
         for case in {c.place: c for c in group}.values():
             same = ["n_threads", "flash_attn", "type_k", "type_v", "numa"]
-            workers.start(case.place, case.library).open(
+            processes.start(case.place, case.library).open(
                 model=str(model), n_ctx=case.n_depth, **{x: getattr(case, x) for x in same}
             )
-        base, bandwidth = _at(BASE, group, workers, reader, lambda x: done(0.3 * x))
-        full, at_s = _at(first.n_depth, group, workers, reader, lambda x: done(0.3 + 0.7 * x))
+        base, bandwidth = _at(BASE, group, processes, reader, lambda x: done(0.3 * x))
+        full, at_s = _at(first.n_depth, group, processes, reader, lambda x: done(0.3 + 0.7 * x))
     results = []
     for case, r0, r in zip(group, base, full, strict=True):
         check_calls(case, r["counters"])
@@ -168,30 +168,30 @@ def measure(_: CompareOptions, group: Sequence[AttentionCase], done: Done) -> li
 def _at(
     n_pos: int,
     group: Sequence[AttentionCase],
-    workers: Workers,
+    processes: Processes,
     reader: MemoryReader,
     done: Done,
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Times all cases at a position, as `in_turns` does."""
-    for place in workers.values():
+    for place in processes.values():
         place.fill(n_pos=n_pos - 1, seed=group[0].seed)
-    prepare(group, lambda c: workers[c.place], check=n_pos > BASE)
+    prepare(group, lambda c: processes[c.place], check=n_pos > BASE)
 
     def once(case: AttentionCase, turn: int) -> Any:
-        workers[case.place].attention(spec=str(case.spec))
-        return workers[case.place].decode(n=TURN, seed=turn)
+        processes[case.place].attention(spec=str(case.spec))
+        return processes[case.place].decode(n=TURN, seed=turn)
 
     return in_turns(group, range(group[0].n_samples // TURN), once, reader, done)
 
 
 def prepare(
-    group: Sequence[AttentionCase], process: Callable[[AttentionCase], Worker], *, check: bool
+    group: Sequence[AttentionCase], process_of: Callable[[AttentionCase], Process], *, check: bool
 ) -> None:
     """Seal everything before timing starts. `check` makes sure that no wrong kernel is timed."""
     if check:
-        check_dense(group, process, group[0].n_depth)
+        check_dense(group, process_of, group[0].n_depth)
     for case in group:
-        process(case).attention(spec=str(case.spec))
+        process_of(case).attention(spec=str(case.spec))
 
 
 def check_calls(case: AttentionCase, counters: dict[str, int]) -> None:

@@ -13,9 +13,6 @@ import click
 
 from pyorch import table
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.bench import records
-from pyorch.bench.records import Record
-from pyorch.bench.turns import Side
 from pyorch.cli import options as opt
 from pyorch.cli import types
 from pyorch.cli.bench.measurement import Column, Row
@@ -24,6 +21,9 @@ from pyorch.cli.types import Numbers
 from pyorch.engine import cache_type, usable_cores
 from pyorch.evals.texts import read_texts
 from pyorch.ggml import CACHE_TYPES
+from pyorch.measure import records
+from pyorch.measure.records import Record
+from pyorch.measure.turns import Side
 from pyorch.models.synth import QUANTS
 
 # as in llama-bench; with `auto` stock is measured both ways

@@ -1,7 +1,7 @@
 """Measures decoded tokens and prompts at a depth: stock llama.cpp beside ours, in one run.
 
 The tests are those of llama-bench: `tg N @ dD` decodes N tokens after D positions, `pp N @ dD`
-reads a prompt of N. The D positions hold random K and V (`pyorch/bench/state.py`), or a prompt
+reads a prompt of N. The D positions hold random K and V (`pyorch/measure/state.py`), or a prompt
 that was read for real. Stock `-fa 0`, stock `-fa 1` and ours are processes of their own; they take
 turns (A B C, C B A, ...) of a whole test each, after one that is not timed.
 
@@ -29,12 +29,6 @@ from pyorch import native, table
 from pyorch.attention.bytes import CELLS, GROUP, N_BATCH, layer_costs, per_token
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
-from pyorch.bench import paper, records
-from pyorch.bench.bandwidth import MemoryReader, usual_bytes
-from pyorch.bench.records import Record, Result, optional, spread
-from pyorch.bench.room import Place, Synthetic, geometry_of
-from pyorch.bench.turns import OFF, Side, check_dense, in_turns, refuse_idle, sides
-from pyorch.bench.worker import Worker, Workers
 from pyorch.cli.bench.comparison import (
     NUMA,
     CacheCase,
@@ -50,6 +44,12 @@ from pyorch.cli.options import RpcOptions
 from pyorch.cli.terminal import confirm, note_if_beyond
 from pyorch.engine.settings import context_size
 from pyorch.errors import SparqError
+from pyorch.measure import paper, records
+from pyorch.measure.bandwidth import MemoryReader, usual_bytes
+from pyorch.measure.process import Process, Processes
+from pyorch.measure.records import Record, Result, optional, spread
+from pyorch.measure.room import Place, Synthetic, geometry_of
+from pyorch.measure.turns import OFF, Side, check_dense, in_turns, refuse_idle, sides
 from pyorch.models.content import card_of
 from pyorch.models.geometry import Geometry
 from pyorch.models.gguf_file import read_gguf
@@ -258,33 +258,33 @@ def measure(o: SpeedOptions, group: Sequence[SpeedCase], done: Done) -> list[Res
     if not first.n_workers:
         check_memory(group)
     reader = MemoryReader(first.n_threads)
-    opened: list[Worker] = []
-    with Workers() as workers:
+    opened: list[Process] = []
+    with Processes() as processes:
 
-        def process(case: SpeedCase) -> Worker:
+        def process_of(case: SpeedCase) -> Process:
             """The process of a case, with its model and `n_depth` positions in its cache. Other
             machines serve one program at a time, so with them it is closed before the next
             opens."""
-            worker = workers.start(case.place, case.library)
-            if worker not in opened:
+            process = processes.start(case.place, case.library)
+            if process not in opened:
                 if case.n_workers:
                     for other in opened:
                         other.close()
                     opened.clear()
-                opened.append(worker)
-                _open(worker, case, o.rpc)
-            return worker
+                opened.append(process)
+                _open(process, case, o.rpc)
+            return process
 
         for i, case in enumerate(group):
-            process(case)
+            process_of(case)
             done(0.1 * (i + 1) / len(group))
-        layers = _prepare(group, process, o.book)
+        layers = _prepare(group, process_of, o.book)
         done(0.2)
         # a round of growth has one timed turn, and its number as the seed: A B, B A, ...
         results, bandwidth = in_turns(
             group,
             range(-1, first.repetitions),
-            lambda case, turn: once(process(case), case, turn),
+            lambda case, turn: once(process_of(case), case, turn),
             reader,
             lambda share: done(0.2 + 0.8 * share),
             swap=first.seed % 2 == 0,
@@ -319,9 +319,9 @@ def check_memory(group: Sequence[SpeedCase]) -> None:
         )
 
 
-def _open(worker: Worker, case: SpeedCase, rpc: RpcOptions) -> None:
+def _open(process: Process, case: SpeedCase, rpc: RpcOptions) -> None:
     same = "n_threads n_batch flash_attn type_k type_v numa n_gpu_layers kv_offload rope repack"
-    worker.open(
+    process.open(
         model=str(case.model),
         n_ctx=-(-case.n_positions // CELLS) * CELLS,
         workers=list(rpc.workers),
@@ -329,23 +329,23 @@ def _open(worker: Worker, case: SpeedCase, rpc: RpcOptions) -> None:
         **{name: getattr(case, name) for name in same.split()},
     )
     if case.n_depth:
-        worker.fill(n_pos=case.n_depth, seed=case.seed)
+        process.fill(n_pos=case.n_depth, seed=case.seed)
 
 
 def _prepare(
-    group: Sequence[SpeedCase], process: Callable[[SpeedCase], Worker], text: str
+    group: Sequence[SpeedCase], process_of: Callable[[SpeedCase], Process], text: str
 ) -> list[int]:
     """Check, read and seal everything before timing starts. Returns how many layers of each case
     are not left to llama.cpp."""
     layers = []
-    check_dense(group, process, group[0].n_depth)
+    check_dense(group, process_of, group[0].n_depth)
     for case in {c.place: c for c in group}.values() if text else ():
         n = max(case.n_prompt, case.n_gen + 1)
-        process(case).read(text=text, n_pos=case.n_depth, n=n)
+        process_of(case).read(text=text, n_pos=case.n_depth, n=n)
     for case in group:
-        worker = process(case)
-        worker.attention(spec=str(case.spec))
-        n_layer, reasons = (0, []) if case.spec == OFF else worker.layers()
+        process = process_of(case)
+        process.attention(spec=str(case.spec))
+        n_layer, reasons = (0, []) if case.spec == OFF else process.layers()
         if not n_layer and case.spec != OFF:
             raise SparqError(
                 f"{case.label} with {case.type_k} K and {case.type_v} V stays dense: "
@@ -356,11 +356,11 @@ def _prepare(
     return layers
 
 
-def once(worker: Worker, case: SpeedCase, turn: int) -> Any:
+def once(process: Process, case: SpeedCase, turn: int) -> Any:
     """Run one test of a case; the cache is unchanged afterwards. Turn -1 only warms up, for which a
     short test is enough."""
-    worker.attention(spec=str(case.spec))
-    test = worker.generate if case.n_gen else worker.prefill
+    process.attention(spec=str(case.spec))
+    test = process.generate if case.n_gen else process.prefill
     n, short = case.n_gen or case.n_prompt, 3 if case.n_gen else 256
     return test(n=n if turn >= 0 else min(n, short), seed=turn + 1)
 

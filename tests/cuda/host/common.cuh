@@ -22,6 +22,7 @@ template <typename K, typename... A>
 void ggml_cuda_kernel_launch(K kernel, const ggml_cuda_kernel_launch_params & p, A &&... args) {
     kernel<<<p.grid, p.block, p.shared, p.stream>>>(std::forward<A>(args)...);
 }
+#define GGML_CUDA_USE_PDL
 static __device__ __forceinline__ void ggml_cuda_pdl_sync() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();

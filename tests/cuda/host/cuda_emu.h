@@ -2,12 +2,13 @@
 
 // CUDA kernels on one CPU thread: what our kernels use of the language and its intrinsics, so that g++ compiles them as they are.
 //
-//   Every thread of a block is a fiber. A fiber runs until it waits (at a barrier of its cluster, its block or its warp) or ends; then the next one
-//   runs. Clusters, which as a rule are one block, run one after another. cuda_emu_order(1) runs threads and blocks from the last to the first: results
+//   Every thread of a block is a fiber. A fiber runs until it waits (at a barrier of its cluster, its block or its warp) or ends; then the first one
+//   that can runs. Clusters, which as a rule are one block, run one after another. cuda_emu_order(1) runs threads and blocks from the last to the first: results
 //   that differ between the two orders betray a missing barrier.
 //   A barrier that not every thread reaches, and a warp operation that lanes reach at different places, abort.
 //   Not emulated: time, weak memory order, the exact bits of the fast exp and division, what lies in shared memory at the start.
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -47,7 +48,6 @@ struct fiber {
     ucontext_t ctx;
     jmp_buf    at;
     bool       started = false;
-    int        state = 0; // 0 ends, 1 runs, 2 waits for its warp, 3 for its block, 4 for its cluster
     unsigned   n_warp = 0, n_block = 0, n_arrived = 0; // operations so far
     dim3       thread;
 };
@@ -56,6 +56,7 @@ constexpr int N_MAX = 4096, STACK = 64*1024, C_MAX = 16, SHARED = 232448;
 
 struct machine {
     fiber    f[N_MAX];
+    char     state[N_MAX] = {}; // 0 ends, 1 runs, 2 waits for its warp, 3 for its block, 4 for its cluster
     char   * stacks = nullptr;
     jmp_buf  home;
     char   * shared = nullptr; // [C_MAX][SHARED]
@@ -81,7 +82,7 @@ inline machine & m() {
     abort();
 }
 
-inline void wait() { // back to the loop of run_block
+inline void wait() { // back to the loop of run_cluster
     if (_setjmp(m().f[m().self].at) == 0) {
         _longjmp(m().home, 1);
     }
@@ -90,7 +91,7 @@ inline void wait() { // back to the loop of run_block
 inline void body() {
     for (;;) {
         (*m().kernel)();
-        m().f[m().self].state = 0;
+        m().state[m().self] = 0;
         wait();
     }
 }
@@ -125,26 +126,19 @@ inline void run_cluster() {
     x.n_cluster_arrived = 0;
     x.n_phase = 0;
     for (int i = 0; i < x.n; ++i) {
-        x.f[i].state  = 1;
+        x.state[i]  = 1;
         x.f[i].n_warp = x.f[i].n_block = x.f[i].n_arrived = 0;
         x.f[i].thread = dim3(i % x.block.x);
     }
-    for (int alive = x.n; alive > 0; ) {
-        bool ran = false;
-        alive = 0;
-        for (int j = 0; j < x.n; ++j) {
-            const int i = x.backwards ? x.n - 1 - j : j;
-            if (x.f[i].state == 1) {
-                run_fiber(i);
-                ran = true;
-            }
+    for (;;) { // always the first that can run, so that blocks and warps get as far ahead of the others as barriers let them
+        const void * first = x.backwards ? memrchr(x.state, 1, x.n) : memchr(x.state, 1, x.n);
+        if (!first) {
+            break;
         }
-        for (int i = 0; i < x.n; ++i) {
-            alive += x.f[i].state != 0;
-        }
-        if (!ran && alive > 0) {
-            fail("threads wait for others that ended, or that wait elsewhere");
-        }
+        run_fiber((int) ((const char *) first - x.state));
+    }
+    if (std::any_of(x.state, x.state + x.n, [](char state) { return state != 0; })) {
+        fail("threads wait for others that ended, or that wait elsewhere");
     }
 }
 
@@ -184,7 +178,7 @@ inline const uint64_t * exchange(uint64_t value, int op) {
     x.lane_value[parity][i] = value;
     x.lane_op[parity][i]    = op;
     if (++x.arrived[w] < 32) {
-        x.f[i].state = 2;
+        x.state[i] = 2;
         wait();
     } else {
         x.arrived[w] = 0;
@@ -192,7 +186,7 @@ inline const uint64_t * exchange(uint64_t value, int op) {
             if (x.lane_op[parity][j] != op) {
                 fail("the lanes of a warp are at different operations");
             }
-            x.f[j].state = 1;
+            x.state[j] = 1;
         }
     }
     return x.lane_value[parity] + w*32;
@@ -203,12 +197,12 @@ inline const int * sync_block(int value) {
     const int i = x.self, parity = x.f[i].n_block++ % 2, b = of_block(), nt = (int) x.block.x;
     x.block_value[parity][i] = value;
     if (++x.n_block_arrived[b] < nt) {
-        x.f[i].state = 3;
+        x.state[i] = 3;
         wait();
     } else {
         x.n_block_arrived[b] = 0;
         for (int j = b*nt; j < (b + 1)*nt; ++j) {
-            x.f[j].state = 1;
+            x.state[j] = 1;
         }
     }
     return x.block_value[parity] + b*nt;
@@ -223,7 +217,7 @@ inline void arrive_cluster() {
         x.n_cluster_arrived = 0;
         ++x.n_phase;
         for (int j = 0; j < x.n; ++j) {
-            x.f[j].state = x.f[j].state == 4 ? 1 : x.f[j].state;
+            x.state[j] = x.state[j] == 4 ? 1 : x.state[j];
         }
     }
 }
@@ -231,7 +225,7 @@ inline void arrive_cluster() {
 inline void wait_cluster() {
     machine & x = m();
     if (x.f[x.self].n_arrived > x.n_phase) {
-        x.f[x.self].state = 4;
+        x.state[x.self] = 4;
         wait();
     }
 }

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pyorch.attention.spec import AttentionSpec
-from pyorch.bench.bandwidth import MemoryReader
-from pyorch.bench.worker import Worker
 from pyorch.errors import SparqError
+from pyorch.measure.bandwidth import MemoryReader
+from pyorch.measure.process import Process
 
 FLOATS = ("f32", "f16", "bf16")  # llama.cpp quantises V only with flash attention
 MAX_NMSE = 0.01  # of our dense logits against stock's: far above rounding, far below a mistake
@@ -84,11 +84,11 @@ def in_turns(
     return [{"samples_ns": ns, "counters": counted} for ns, counted in pairs], bandwidth
 
 
-def check_dense(group: Sequence[S], process: Callable[[S], Worker], n_depth: int) -> None:
+def check_dense(group: Sequence[S], process_of: Callable[[S], Process], n_depth: int) -> None:
     """Compare our dense attention with stock's, so that a wrong kernel is not timed.
 
     Args:
-        process: the one that holds a case.
+        process_of: the one that holds a case.
 
     Raises:
         SparqError: the logits differ.
@@ -96,9 +96,9 @@ def check_dense(group: Sequence[S], process: Callable[[S], Worker], n_depth: int
     ours = next((c for c in group if c.library == "sparq"), None)
     if ours is None:
         return
-    a = np.array(process(group[0]).logits(token=77))
-    process(ours).attention(spec="dense")
-    b = np.array(process(ours).logits(token=77))
+    a = np.array(process_of(group[0]).logits(token=77))
+    process_of(ours).attention(spec="dense")
+    b = np.array(process_of(ours).logits(token=77))
     nmse = float(((b - a) ** 2).sum() / (a**2).sum())
     if not nmse <= MAX_NMSE:
         raise SparqError(

@@ -1,8 +1,8 @@
 """A process that holds one library and answers one request at a time.
 
-One process cannot hold two builds of llama.cpp, so each is a worker: `python -m
-pyorch.bench.worker` reads requests as JSON lines from stdin and answers on stdout. The caller asks
-one worker at a time, so no two measurements run at once. `Worker` is the caller's side, `Subject`
+One process cannot hold two builds of llama.cpp, so each has its own: `python -m
+pyorch.measure.process` reads requests as JSON lines from stdin and answers on stdout. The caller
+asks one at a time, so no two measurements run at once. `Process` is the caller's side, `Subject`
 does the work.
 """
 
@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 
 from pyorch import children, engine, system
-from pyorch.bench import state
-from pyorch.bench.bandwidth import MemoryReader
 from pyorch.errors import SparqError
+from pyorch.measure import state
+from pyorch.measure.bandwidth import MemoryReader
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
 _TOKENS = 256  # tokens used as input: the bytes, after three special ones
 
 
 class Subject:
-    """A model in a context of a library. Its methods are the requests that a worker accepts."""
+    """A model in a context of a library. Its methods are the requests that the process accepts."""
 
     def __init__(self, stock: bool = False) -> None:
         self.stock = stock
@@ -168,14 +168,14 @@ class Subject:
         return took
 
 
-class Worker:
-    """A `Subject` in a process of its own. `worker.fill(n_pos=4095, seed=1)` is a request."""
+class Process:
+    """A `Subject` in a process of its own. `process.fill(n_pos=4095, seed=1)` is a request."""
 
     def __init__(self, stock: bool = False) -> None:
         # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
         with system.no_interrupt():
             self.process = subprocess.Popen(
-                children.python("pyorch.bench.worker", *["--stock"] * stock),
+                children.python("pyorch.measure.process", *["--stock"] * stock),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -211,30 +211,30 @@ class Worker:
                 pipe.close()
         children.stop(self.process)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
 
-class Workers(dict[str, Worker]):
+class Processes(dict[str, Process]):
     """Processes by name."""
 
-    def start(self, name: str, library: str) -> Worker:
+    def start(self, name: str, library: str) -> Process:
         """The process of this name, with the library stock or sparq; started on first use."""
         if name not in self:
-            self[name] = Worker(stock=library == "stock")
+            self[name] = Process(stock=library == "stock")
         return self[name]
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.values():  # end all before waiting for any: Ctrl-C may come again
-            worker.process.terminate()
-        for worker in self.values():
-            worker.stop()
+        for one in self.values():  # end all before waiting for any: Ctrl-C may come again
+            one.process.terminate()
+        for one in self.values():
+            one.stop()
 
 
 def main() -> None:

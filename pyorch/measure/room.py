@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 
 from pyorch.attention.bytes import N_BATCH, cache_bytes, shadow_bytes
-from pyorch.bench import records
-from pyorch.bench.bandwidth import BUFFER_BYTES
-from pyorch.bench.turns import Side
-from pyorch.bench.worker import FORGET_BYTES
 from pyorch.engine import cache_type
+from pyorch.measure import records
+from pyorch.measure.bandwidth import BUFFER_BYTES
+from pyorch.measure.process import FORGET_BYTES
+from pyorch.measure.turns import Side
 from pyorch.models import synth
 from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import read_gguf
