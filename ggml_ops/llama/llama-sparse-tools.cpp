@@ -226,8 +226,10 @@ void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {
     model->hparams.n_ctx_train = std::max(model->hparams.n_ctx_train, n_ctx);
 }
 
+static size_t stack_bytes; // of a thread
+
 void llama_sparse_begin() {
-    llama_sparse_deep_stacks();
+    stack_bytes = llama_sparse_deep_stacks();
 }
 
 bool llama_sparse_no_config() {
@@ -236,13 +238,15 @@ bool llama_sparse_no_config() {
 
 static std::atomic<size_t> most_bytes{ 0 }; // of a text; 0: this is no server
 
-void llama_sparse_limit_texts(const llama_model * model, uint32_t n_ctx) {
+void llama_sparse_serve(llama_context * ctx) {
+    llama_set_abort_callback(ctx, [](void *) { return llama_sparse_is_ending(); }, nullptr);
+    const llama_vocab & vocab = ctx->get_model().vocab;
     size_t longest = 0;
-    for (llama_token token = 0; token < (llama_token) model->vocab.n_tokens(); ++token) {
-        longest = std::max(longest, model->vocab.token_to_piece(token).size());
+    for (llama_token token = 0; token < (llama_token) vocab.n_tokens(); ++token) {
+        longest = std::max(longest, vocab.token_to_piece(token).size());
     }
     constexpr size_t SECONDS = 4 << 20; // a text of this length takes as long, and a client may count its tokens
-    most_bytes = std::max(SECONDS, n_ctx*longest);
+    most_bytes = std::max(SECONDS, llama_n_ctx_seq(ctx)*longest);
 }
 
 void llama_sparse_check_text(const std::string & text) {
@@ -262,7 +266,7 @@ void llama_sparse_check_text(const std::string & text) {
             longest  = std::max(longest, run);
         }
     }
-    if (longest > llama_sparse_stack_size()/FRAMES) {
+    if (longest > stack_bytes/FRAMES) {
         throw std::invalid_argument("a text with " + std::to_string(longest) + " characters in a row without white space, or of nothing else");
     }
 }

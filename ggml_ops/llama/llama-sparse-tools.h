@@ -169,11 +169,11 @@ void llama_sparse_document_use(const Params & params, Slot & slot, const Task & 
 // Upstream does so for YaRN, and then up to a length of its own
 LLAMA_API void llama_sparse_train_on(llama_model * model, uint32_t n_ctx);
 
-// llama-server: a slot has room for n_ctx tokens
-LLAMA_API void llama_sparse_limit_texts(const llama_model * model, uint32_t n_ctx);
+// llama-server: its context is made. A text may be as long as a slot, and a signal stops a prompt that is read
+LLAMA_API void llama_sparse_serve(llama_context * ctx);
 
 template <typename Params> void llama_sparse_serve_stretched(llama_context * ctx, llama_model * model, const Params & params) {
-    llama_sparse_limit_texts(model, llama_n_ctx_seq(ctx));
+    llama_sparse_serve(ctx);
     llama_sparse_check_documents(ctx); // opens them before the first request: one that is replaced by then would not be what the list says
     const Params none{};
     if (params.rope_scaling_type != none.rope_scaling_type || params.rope_freq_base != none.rope_freq_base ||

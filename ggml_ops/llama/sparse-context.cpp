@@ -3,6 +3,7 @@
 #include "sparse-guarded.h"
 #include "sparse-input.h"
 #include "sparse-seal.h"
+#include "sparse-system.h"
 
 #include "llama-hparams.h"
 #include "llama-impl.h"
@@ -339,6 +340,9 @@ void llama_sparse_decode_failed(llama_memory_i * memory) {
     auto * kv = llama_sparse_find_cache(memory);
     if (kv && access::shadow(*kv)) {
         access::shadow(*kv)->rollback();
+    }
+    if (llama_sparse_is_ending()) {
+        throw std::runtime_error("the program ends"); // llama-server would read the same in smaller batches
     }
 }
 
