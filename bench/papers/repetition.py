@@ -53,9 +53,9 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (ax,) = plot.panels()
     lines = plot.Names()
     for name, (_, colour) in METHODS.items():
-        here = [r for r in rows if r["method"] == name]
-        theirs = [r for r in here if r["model"] in MODELS]
-        ours = sorted((r for r in here if r not in theirs), key=lambda r: r["x"])
+        of_method = [r for r in rows if r["method"] == name]
+        theirs = [r for r in of_method if r["model"] in MODELS]
+        ours = sorted((r for r in of_method if r not in theirs), key=lambda r: r["x"])
         lines.line(ax, name, ours, "x", "y", ("low", "high"), color=colour, elinewidth=1)
         ax.plot([r["x"] for r in theirs], [r["y"] for r in theirs], "o", color=colour,
                 markerfacecolor="none", markersize=7)  # fmt: skip

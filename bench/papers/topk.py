@@ -44,13 +44,13 @@ def scores(folder: Path) -> list[plot.Row]:
 def draw_scores(rows: Sequence[plot.Row]) -> Any:
     figure, axes = plot.panels(len(TASKS), width=3.3, height=3.2)
     for ax, (task, category) in zip(axes, TASKS.items(), strict=True):
-        here = [r for r in rows if r["task"] == task]
+        of_task = [r for r in rows if r["task"] == task]
         lines = plot.Names()
         for budget, colour in BUDGETS.items():
-            line = sorted((r for r in here if r["budget"] == budget), key=lambda r: r["k"])
+            line = sorted((r for r in of_task if r["budget"] == budget), key=lambda r: r["k"])
             lines.line(ax, "", line, "k", "score", ("low", "high"), color=colour, band=True)
             ax.plot([], [], "o-", color=colour, label=f"k {budget}")
-        (dense,) = (r for r in here if r["budget"] == "all")
+        (dense,) = (r for r in of_task if r["budget"] == "all")
         ax.axhline(
             dense["score"], color=plot.PAPER, linestyle="--", linewidth=1, label="all positions"
         )
@@ -58,7 +58,7 @@ def draw_scores(rows: Sequence[plot.Row]) -> Any:
         at = share / 100 * dense["ctx"]
         ax.plot(at, part / 100 * dense["score"], "o", color=plot.PAPER, markerfacecolor="none",
                 markersize=8, label=f"the paper's k for {part:g} % of it")  # fmt: skip
-        ks = sorted({r["k"] for r in here if r["k"]})
+        ks = sorted({r["k"] for r in of_task if r["k"]})
         ax.set_xscale("log", base=2)
         ax.set_xlim(min(at, ks[0]) / 1.3, max(at, ks[-1]) * 1.3)
         plot.x_ticks(ax, ks, [str(k) for k in ks])

@@ -81,9 +81,9 @@ def _toolchain() -> tuple[Facts, Facts]:
     off: Facts = {}
     try:
         compiler = cmake.need_tools()
-        found = probe.probe(compiler, native=True)
-        facts |= {"isa": list(found.isa), "flags": list(found.flags), "openmp": found.openmp}
-        off |= found.off
+        probed = probe.probe(compiler, native=True)
+        facts |= {"isa": list(probed.isa), "flags": list(probed.flags), "openmp": probed.openmp}
+        off |= probed.off
         toolkit, why = cuda.toolkit(compiler)
         if toolkit:
             runs = " and run" if cuda.devices()[0] else ""

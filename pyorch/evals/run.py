@@ -283,7 +283,7 @@ def _measure(
                 method,
                 {
                     "score": done.result.score,
-                    "said": done.result.said,
+                    "said": done.result.reply,
                     "more": {**done.result.more, **more},
                     "seconds": done.seconds,
                     "counters": done.counters,

@@ -79,7 +79,7 @@ def quantize(
         options += ["--imatrix", str(imatrix.absolute())]
     with new_file(target, force) as (partial, lock):
         argv: list[str | Path] = [program, *options, source.absolute(), partial.absolute()]
-        said = _run([*argv, type_name.upper(), str(n_threads)], source, progress, lock)
+        messages = _run([*argv, type_name.upper(), str(n_threads)], source, progress, lock)
         progress(len(before.tensors), len(before.tensors))
         after = read_gguf(partial)
         if len(after.tensors) != len(before.tensors):
@@ -90,7 +90,7 @@ def quantize(
         before.n_bytes,
         after.n_bytes,
         8 * sum(t.n_bytes for t in after.tensors) / max(weights, 1),
-        tuple(line for line in said if "falling back to" in line),
+        tuple(line for line in messages if "falling back to" in line),
     )
 
 
