@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -48,7 +48,7 @@ def cache() -> Path:
     """
     if folder := os.environ.get("SPARQ_CACHE"):
         return expanded(folder).absolute()
-    return platformdirs.user_cache_path(_NAME)
+    return _of_user(platformdirs.user_cache_path)
 
 
 def results() -> Path:
@@ -56,17 +56,25 @@ def results() -> Path:
 
     `bench/` in a checkout, else in the user's data, `$XDG_DATA_HOME/sparq-cpp/bench` on Linux.
     """
-    return (REPOSITORY if in_checkout() else platformdirs.user_data_path(_NAME)) / "bench"
+    return (REPOSITORY if in_checkout() else _of_user(platformdirs.user_data_path)) / "bench"
 
 
 def documents() -> Path:
     """The default folder of what `sparq-cpp read` has read; it is not created here."""
-    return platformdirs.user_data_path(_NAME) / "documents"
+    return _of_user(platformdirs.user_data_path) / "documents"
 
 
 def kept_texts() -> Path:
     """The folder of what `/read` of a chat has read and may be removed; it is not created here."""
     return cache() / "texts"
+
+
+def _of_user(folder: Callable[[str], Path]) -> Path:
+    with suppress(RuntimeError):
+        if (path := folder(_NAME)).is_absolute():  # some versions leave a ~ as it is
+            return path
+    hint = "set HOME to a folder, or SPARQ_CACHE and XDG_DATA_HOME"
+    raise SparqError("this user has no home folder", hint)
 
 
 def size(path: Path) -> int:
@@ -106,7 +114,7 @@ def expanded(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:
         raise SparqError(
-            f"{name}: no home folder of that name", "give the whole path, or ./~name"
+            f"{name}: no home folder of that name", "set HOME, give the whole path, or ./~name"
         ) from None
 
 
@@ -114,12 +122,18 @@ def expanded(name: str) -> Path:
 def locked(root: Path) -> Iterator[int]:
     """Hold `root/lock`, which is created if necessary. Yields its descriptor for child
     processes: the system releases the lock when its last holder is gone."""
+    name = root / "lock"
     root.mkdir(parents=True, exist_ok=True)
-    with (root / "lock").open("a+", encoding="utf-8") as file:
+    with name.open("a+", encoding="utf-8") as file:
         if not system.lock(file.fileno()):
             file.seek(0)
             say(f"waiting for process {file.read().strip()}")
             system.lock(file.fileno(), wait=True)
+        is_there = name.exists() and os.path.samestat(name.stat(), os.fstat(file.fileno()))
+        if not is_there:  # whoever had it has removed the folder
+            with locked(root) as lock:
+                yield lock
+            return
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

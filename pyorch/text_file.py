@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pyorch.errors import SparqError
 from pyorch.progress import Say, say
+from pyorch.text import human_bytes
 
 _MARKS = (  # those of UTF-32 come first: one of them begins with a mark of UTF-16
     (codecs.BOM_UTF32_LE, "utf-32-le", "UTF-32"),
@@ -22,6 +23,7 @@ _MARKS = (  # those of UTF-32 come first: one of them begins with a mark of UTF-
     (codecs.BOM_UTF16_BE, "utf-16-be", "UTF-16"),
 )
 _ALL_MARKS = tuple(mark for mark, *_ in _MARKS)
+LARGEST = 64 << 20  # bytes of a text: more than any model's context holds
 _HEAD = 65536  # bytes by which a binary is known
 _CONTROL = re.compile(rb"[\x00-\x06\x0e-\x19\x1c-\x1f]")  # what no text in Windows-1252 has
 _HINT = "a text in UTF-8, or in UTF-16 with a byte order mark: iconv -f ENCODING -t UTF-8 makes it"
@@ -42,7 +44,7 @@ def read_text(path: Path, name: str = "") -> str:
         head = file.read(_HEAD)
         if not head.startswith(_ALL_MARKS) and b"\0" in head:
             raise _binary(name)  # a model's file, say, is not read to its end to say so
-        return decoded(head + file.read(), name)
+        return decoded(head + file.read(LARGEST), name)
 
 
 def decoded(raw: bytes, name: str, say: Say = say) -> str:
@@ -53,8 +55,11 @@ def decoded(raw: bytes, name: str, say: Say = say) -> str:
         say: is told what had to be assumed.
 
     Raises:
-        SparqError: it is no text, or in an encoding that neither a mark nor the bytes tell.
+        SparqError: it is too long, no text, or in an encoding that neither a mark nor the bytes
+            tell.
     """
+    if len(raw) > LARGEST:
+        raise SparqError(f"{name}: a text of more than {human_bytes(LARGEST)}", "give a part of it")
     text, assumed = _decoded(raw, name)
     if assumed:
         say(f"{name}: {assumed}")

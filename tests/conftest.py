@@ -185,6 +185,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
     for command in ("GENERATE", "CHAT", "DEMO", "READ"):  # busy threads wait for each other
         monkeypatch.setenv(f"SPARQ_{command}_THREADS", "1")
+    monkeypatch.setenv("SPARQ_CHAT_COMMANDS", "1")  # a test types into a pipe
 
     def run_command(*args: object, stdin: str | bytes = "", terminal: bool = False) -> Result:
         raw = stdin.encode() if isinstance(stdin, str) else stdin

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pyorch import text_file
 from pyorch.errors import SparqError
 from pyorch.text_file import decoded, raw_lines, read_text
 
@@ -62,6 +63,18 @@ def test_what_is_no_text_is_refused(raw: bytes, tmp_path: Path) -> None:
     with pytest.raises(SparqError, match=r"x\.txt: .*not a text") as error:
         read_text(file)
     assert "iconv" in error.value.hint
+
+
+def test_a_text_that_no_context_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_file, "LARGEST", 1000)
+    (file := tmp_path / "x.txt").write_text("a" * 1000)
+    assert len(read_text(file)) == 1000
+    file.write_text("a" * 1001)
+    with pytest.raises(SparqError, match=r"x\.txt: ") as error:
+        read_text(file)
+    assert error.value.hint
 
 
 @pytest.mark.parametrize("text", ["é" * 9, "\ufffd" * 9 + "é"], ids=["whole", "repaired"])

@@ -405,14 +405,24 @@ def _add_vocabulary(
     chat_template: str | None = None,
     space_prefix: bool = False,
     word: str = "",
+    pre: str = "",
 ) -> None:
     """space_prefix: the tokeniser puts a blank before texts, as in Llama 2. word: a user-defined
-    token, in place of the blank."""
+    token, in place of the blank. pre: a tokeniser that cuts texts into words first, by this rule.
+    """
     tokens = [text for text, _ in SPECIAL] + [f"<0x{i:02X}>" for i in range(256)] + ["\u2581"]
-    types = [kind for _, kind in SPECIAL] + [6] * 256 + [1]  # 6 byte, 1 normal
+    types = [kind for _, kind in SPECIAL] + [1 if pre else 6] * 256 + [1]  # 6 byte, 1 normal
     if word:
         tokens[-1], types[-1] = word, 4
-    w.add_tokenizer_model("llama")
+    if pre:
+        visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = (b for b in range(256) if b not in visible)
+        tokens[N_SPECIAL:-1] = map(
+            chr, [*sorted(visible), *(256 + i for i, _ in enumerate(others))]
+        )
+        w.add_tokenizer_pre(pre)
+        w.add_token_merges(["z z"])
+    w.add_tokenizer_model("gpt2" if pre else "llama")
     w.add_token_list(tokens)
     w.add_token_scores([0.0] * len(tokens))
     w.add_token_types(types)

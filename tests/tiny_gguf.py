@@ -15,7 +15,7 @@ CHATML = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-OF_FILE = ("keys", "part_tensors", "chat_template", "space_prefix", "word")
+OF_FILE = ("keys", "part_tensors", "chat_template", "space_prefix", "word", "pre")
 
 
 def text_of(n: int, seed: int = 1) -> str:

@@ -11,6 +11,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
@@ -209,6 +210,47 @@ void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {
     model->hparams.n_ctx_train = std::max(model->hparams.n_ctx_train, n_ctx);
 }
 
+void llama_sparse_begin() {
+    llama_sparse_deep_stacks();
+}
+
+bool llama_sparse_no_config() {
+    return getenv("SPARQ_NO_CONFIG") != nullptr;
+}
+
+static std::atomic<size_t> most_bytes{ 0 }; // of a text; 0: this is no server
+
+void llama_sparse_limit_texts(const llama_model * model, uint32_t n_ctx) {
+    size_t longest = 0;
+    for (llama_token token = 0; token < (llama_token) model->vocab.n_tokens(); ++token) {
+        longest = std::max(longest, model->vocab.token_to_piece(token).size());
+    }
+    constexpr size_t SECONDS = 4 << 20; // a text of this length takes as long, and a client may count its tokens
+    most_bytes = std::max(SECONDS, n_ctx*longest);
+}
+
+void llama_sparse_check_text(const std::string & text) {
+    constexpr size_t FRAMES = 768; // bytes of stack for a character: std::regex of GNU's library took 320, and a match may span two runs
+    if (most_bytes == 0 || text.size() < 4096) {
+        return;
+    }
+    if (text.size() > most_bytes) {
+        throw std::invalid_argument("a text of " + std::to_string(text.size()) + " bytes does not fit into a slot");
+    }
+    size_t run = 0, longest = 0; // of characters that are all white space, or none of them
+    bool   is_space = false;
+    for (const unsigned char c : text) {
+        if ((c & 0xc0) != 0x80) { // it begins a character
+            run      = (c <= ' ') == is_space ? run + 1 : 1;
+            is_space = c <= ' ';
+            longest  = std::max(longest, run);
+        }
+    }
+    if (longest > llama_sparse_stack_size()/FRAMES) {
+        throw std::invalid_argument("a text with " + std::to_string(longest) + " characters in a row without white space, or of nothing else");
+    }
+}
+
 bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_held) {
     const auto * memory  = llama_get_memory(ctx); // nullptr, of a model that only embeds
     const llama_pos next = (llama_pos) n_held, n_swa = llama_model_n_swa(&ctx->get_model());
@@ -225,15 +267,19 @@ static bool can_go_back(llama_context * ctx, llama_seq_id slot, size_t n_held) {
 bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held, bool goes_on,
         const char * why_not, std::vector<llama_token> & tokens) {
     constexpr size_t WORTH = 256; // so many tokens more; fewer are evaluated as fast as a document is opened
-    const known_document * best = nullptr;
+    const known_document * best = nullptr, * held = nullptr;
     size_t n_best = 0;
     for (const auto & d : documents()) {
         const size_t n_usable = goes_on || can_go_back(ctx, slot, n_held) ? n_held : 0;
-        if (const size_t n = n_common(prompt, d.tokens); n > std::max(n_best, n_usable + WORTH)) {
+        const size_t n        = n_common(prompt, d.tokens);
+        if (n > WORTH && n <= n_usable + WORTH) {
+            held = &d;
+        }
+        if (n > std::max(n_best, n_usable + WORTH)) {
             // the state is that of its end, and a token after it has to be evaluated
             if (d.has(",state=") && (n < d.tokens.size() || n == prompt.size())) {
-                LLAMA_LOG_WARN("sparse document: slot %d, %s is not used: the prompt has %zu of its %zu tokens, and windows and recurrent layers "
-                        "need one after all of them\n", slot, d.path.c_str(), n, d.tokens.size());
+                LLAMA_LOG_WARN("sparse document: unused %s: the prompt has %zu of its %zu tokens, and windows and recurrent layers "
+                        "need one after all of them\n", d.path.c_str(), n, d.tokens.size());
                 continue;
             }
             best   = &d;
@@ -241,10 +287,13 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
         }
     }
     if (best && why_not) {
-        LLAMA_LOG_WARN("sparse document: slot %d, %s is not used: %s\n", slot, best->path.c_str(), why_not);
+        LLAMA_LOG_WARN("sparse document: unused %s: %s\n", best->path.c_str(), why_not);
         return false;
     }
     if (!best) {
+        if (held && !why_not) {
+            LLAMA_LOG_INFO("sparse document: used %s: the slot has it\n", held->path.c_str());
+        }
         return false;
     }
     llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
@@ -252,11 +301,11 @@ bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const st
     const auto & d = *best;
     if (llama_sparse_document_open(ctx, slot, d.fd, d.image_at, d.n_tokens, d.n_tokens, d.kind.c_str(), err, sizeof(err)) >= 0) {
         tokens = d.tokens;
-        LLAMA_LOG_INFO("sparse document: slot %d, %s, %zu tokens of the prompt were read before\n", slot, best->path.c_str(), n_best);
+        LLAMA_LOG_INFO("sparse document: used %s: %zu tokens of the prompt were read before\n", best->path.c_str(), n_best);
     } else {
         llama_memory_seq_rm(llama_get_memory(ctx), slot, -1, -1);
         tokens.clear();
-        LLAMA_LOG_WARN("sparse document: slot %d, %s: %s\n", slot, best->path.c_str(), llama_sparse_in_one_line(err).c_str());
+        LLAMA_LOG_WARN("sparse document: unused %s: %s\n", best->path.c_str(), llama_sparse_in_one_line(err).c_str());
     }
     return true;
 }

@@ -13,8 +13,15 @@
 // Returns a spec. Throws std::invalid_argument: what is wrong with it, and a hint.
 LLAMA_API std::string llama_sparse_arg(const std::string & spec);
 
+// The program has begun, and has no threads yet
+LLAMA_API void llama_sparse_begin();
+
+// Its line has all options: config.ini of llama.cpp is not read
+LLAMA_API bool llama_sparse_no_config();
+
 // adds --sparse-attn SPEC to the options of these programs
 template <typename Arg, typename Params, typename Add, typename Example> void llama_sparse_add_arg(Add add, std::initializer_list<Example> programs) {
+    llama_sparse_begin();
     const char * help = "attention of decoded tokens: off, dense, sparq or topk, then keys, as in sparq,ratio=1/8 (default: off)";
     add(Arg({ "--sparse-attn" }, "SPEC", help, [](Params & params, const std::string & value) {
         params.sparse_attn = llama_sparse_arg(value);
@@ -46,8 +53,11 @@ struct common_json_error;
 template <typename Json, typename Error, typename = void> struct llama_sparse_json_error { using type = typename Json::exception; };
 template <typename Json, typename Error> struct llama_sparse_json_error<Json, Error, std::void_t<decltype(sizeof(Error))>> { using type = Error; };
 
-// llama-server: from here on SIGINT and SIGTERM are handled by `handler` in a thread that holds no lock, and not in the one that they interrupt. On
-// systems with POSIX signals; if that is refused, all stays as it is
+// llama-server: throws std::invalid_argument, in one line, if a text cannot be tokenised, or if it is much too long for a slot: that takes minutes
+LLAMA_API void llama_sparse_check_text(const std::string & text);
+
+// llama-server: from here on SIGINT and SIGTERM are handled by `handler` in a thread that holds no lock, and not in the one that they interrupt. Then
+// clients who wait are hung up on, or their threads would wait for them. On systems with POSIX signals; if that is refused, all stays as it is
 LLAMA_API void llama_sparse_signals(void (*handler)(int));
 
 // llama-server: `sparse_attn` of a request. Returns it; throws std::invalid_argument, in one line
@@ -159,7 +169,11 @@ void llama_sparse_document_use(const Params & params, Slot & slot, const Task & 
 // Upstream does so for YaRN, and then up to a length of its own
 LLAMA_API void llama_sparse_train_on(llama_model * model, uint32_t n_ctx);
 
+// llama-server: a slot has room for n_ctx tokens
+LLAMA_API void llama_sparse_limit_texts(const llama_model * model, uint32_t n_ctx);
+
 template <typename Params> void llama_sparse_serve_stretched(const llama_context * ctx, llama_model * model, const Params & params) {
+    llama_sparse_limit_texts(model, llama_n_ctx_seq(ctx));
     llama_sparse_has_documents(); // opens them before the first request: one that is replaced by then would not be what the list says
     const Params none{};
     if (params.rope_scaling_type != none.rope_scaling_type || params.rope_freq_base != none.rope_freq_base ||

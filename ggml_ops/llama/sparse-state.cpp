@@ -57,16 +57,17 @@ llama_sparse_state::~llama_sparse_state() {
     if (n_sparse + n_dense + n_prefill == 0 && n_stock.empty()) {
         return;
     }
-    std::string text = std::to_string(n_sparse) + " attention calls sparse, " + std::to_string(n_dense) + " exact, ";
-    text += std::to_string(n_prefill) + " in prompts";
+    std::string left;
     for (const auto & [reason, n] : n_stock) {
-        text += ", " + std::to_string(n) + " left to llama.cpp (" + reason + ")";
+        left += (left.empty() ? "\"" : ", \"") + std::string(reason) + "\": " + std::to_string(n);
     }
+    const std::string text = "{\"spec\": \"" + spec.str() + "\", \"sparse\": " + std::to_string(n_sparse) + ", \"exact\": " +
+            std::to_string(n_dense) + ", \"prompt\": " + std::to_string(n_prefill) + ", \"left\": {" + left + "}}";
     const bool none = n_sparse == 0 && spec.is_sparse();
     if (none) {
-        LLAMA_LOG_WARN("sparse attention %s: %s\n", spec.str().c_str(), text.c_str());
+        LLAMA_LOG_WARN("sparse attention calls: %s\n", text.c_str());
     } else {
-        LLAMA_LOG_INFO("sparse attention %s: %s\n", spec.str().c_str(), text.c_str());
+        LLAMA_LOG_INFO("sparse attention calls: %s\n", text.c_str());
     }
 }
 

@@ -60,12 +60,18 @@ def _command(verb: str) -> click.Command:
     return command
 
 
+# they remove, overwrite, download or open a door, so a variable that is left over sets none of them
+_TYPED = ("YES", "ALL", "FORCE", "INSECURE")
+
+
 def _name_variables(command: click.Command, prefix: str) -> None:
     """Give every option an environment variable, named after its longest name. click would use the
     name of the parameter, which users do not see. `eval run` is what `eval` alone does."""
     for param in command.params:
         if isinstance(param, click.Option):
             name = max(param.opts, key=len).strip("-").replace("-", "_").upper()
+            if name in _TYPED:
+                continue
             shared = [param.envvar] if isinstance(param.envvar, str) else param.envvar or []
             param.envvar = [f"{prefix}_{name}", *shared]
     if isinstance(command, click.Group):

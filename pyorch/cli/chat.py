@@ -7,9 +7,10 @@ import os
 import re
 import signal
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,12 @@ from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import File, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
-from pyorch.text_file import decoded, raw_lines, read_text
+from pyorch.text_file import LARGEST, decoded, raw_lines, read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Sampling
 
+COMMAND = re.compile(rb"/[^/\s]")
 HELP = """\
 /read FILE    put a text before the next message, after those of earlier /read; it is kept, and
               not read a second time
@@ -65,6 +67,11 @@ ROLES = ("system", "user", "assistant")
     "--resume", type=File(), metavar="FILE", help="Continue a conversation written by /save."
 )
 @click.option(
+    "--commands",
+    is_flag=True,
+    help="From a pipe, too, take lines that begin with / for commands.",
+)
+@click.option(
     "--no-keep",
     is_flag=True,
     help="Keep neither the texts of /read nor the lines that are typed; /help says where they are.",
@@ -82,6 +89,7 @@ def command(
     system: str | None,
     tokens: int | None,
     resume: str | None,
+    commands: bool,
     no_keep: bool,
     document_names: tuple[str, ...],
     context: opt.ContextOptions,
@@ -94,8 +102,8 @@ def command(
     """Talk to a model, with its own chat template.
 
     In a terminal, /help lists the commands. From a pipe, each line is one message, and Ctrl-C ends
-    the program. A line that begins with / is a command, with // a message that begins with /.
-    Replies go to stdout; with --json each is one line of JSON.
+    the program; with --commands a line that begins with / is a command, with // a message that
+    begins with /. Replies go to stdout; with --json each is one line of JSON.
     """
     piped = streams.stdin()  # what is wrong is refused before a model is loaded
     conversation.limit()
@@ -131,10 +139,14 @@ def command(
         if documents:
             conversation.open_in(chat, documents[0])
         note_system(template, chat.messages)
-        _loop(chat, _typed(chat.keeps) if chat.interactive else raw_lines(piped, "stdin"))
+        if chat.interactive:
+            _loop(chat, _typed(chat.keeps), commands=True)
+        else:
+            lines = iter(partial(piped.readline, LARGEST + 1), b"")
+            _loop(chat, raw_lines(lines, "stdin"), commands)
 
 
-def _loop(chat: Chat, lines: Iterable[bytes]) -> None:
+def _loop(chat: Chat, lines: Iterable[bytes], commands: bool) -> None:
     if chat.interactive:
         note(
             f"{model_title(chat.session.path)}, attention {chat.spec}. /help lists the commands",
@@ -145,12 +157,19 @@ def _loop(chat: Chat, lines: Iterable[bytes]) -> None:
     say_once = cache(say)  # once, not for each line
     source = "your message" if chat.interactive else "stdin"
     for line in filter(None, map(bytes.strip, lines)):
+        is_command = COMMAND.match(line) is not None
+        if is_command and not commands:
+            say_once("stdin: lines that begin with / are messages; --commands makes them commands")
         try:
-            if not re.match(rb"/[^/\s]", line):
-                text = line[1:] if line.startswith(b"//") else line
+            if not (is_command and commands):
+                text = line[1:] if commands and line.startswith(b"//") else line
                 _reply(chat, decoded(text, source, say_once))
             elif not _run_command(chat, os.fsdecode(line)):  # it may have the name of a file
                 return
+        except KeyboardInterrupt:
+            if chat.leaves or not chat.interactive:
+                raise
+            note("(stopped)", "dim")
         except SparqError as error:
             if not chat.interactive:
                 raise
@@ -289,6 +308,7 @@ def _reply(chat: Chat, text: str) -> None:
     moves to the next message."""
     from pyorch import engine
 
+    engine.check_text(chat.session, text, chat.session.n_ctx)
     before = list(chat.messages), list(chat.read), chat.text
     chat.messages.append({"role": "user", "content": chat.text + text})
     chat.read += [chat.text] if chat.text else []
@@ -331,19 +351,29 @@ def _note_end(chat: Chat, finish: str) -> None:
 
 
 def _trimmed_prompt(chat: Chat) -> list[int]:
-    """The tokens of the conversation. Its oldest messages are dropped if they leave no room for a
-    reply, and those with a text of /read are dropped last."""
-    n_before = len(chat.messages)
-    while True:
-        tokens = chat.template.tokens(chat.messages)
-        fits = len(tokens) + LEFT_FREE <= chat.session.n_ctx
-        oldest = chat.oldest()
-        if fits or oldest is None:
-            break
-        del chat.messages[oldest : oldest + 2]  # a question and its answer
-    if fits and (n := n_before - len(chat.messages)):
-        note(f"note: the context is full: the {n} oldest messages were dropped", "yellow")
-    return tokens
+    """The tokens of the conversation. If they leave no room for a reply, its oldest messages are
+    dropped, those with a text of /read last. What stood behind them has to be read again, so half
+    of the room is made free at once."""
+    n_ctx, oldest = chat.session.n_ctx, chat.oldest()
+
+    @cache
+    def tokens(n_dropped: int) -> list[int]:
+        return chat.template.tokens(chat.without(oldest[:n_dropped]))
+
+    if len(tokens(0)) <= n_ctx // 2:
+        return tokens(0)
+    n_texts = sum(map(chat.has_text, oldest))
+    room = n_ctx - len(tokens(len(oldest) - n_texts))  # the most that can be had beside the texts
+    reply = min(room // 4, chat.max_tokens or n_ctx)
+    if len(tokens(0)) + max(reply, LEFT_FREE) <= n_ctx:
+        return tokens(0)
+    most = n_ctx - max(room // 2, LEFT_FREE)
+    n = bisect_left(range(len(oldest)), True, key=lambda n: len(tokens(n)) <= most)
+    if n and len(tokens(n)) <= n_ctx:
+        n_before, chat.messages = len(chat.messages), chat.without(oldest[:n])
+        full = f"note: the context is full: the {n_before - len(chat.messages)} oldest messages"
+        note(f"{full} were dropped, and what followed them is read again", "yellow")
+    return tokens(n)
 
 
 def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str]:
@@ -352,7 +382,7 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
 
     reply, finish = "", ""
     with (
-        _interruptible(chat.interactive) as stopped,
+        _interruptible(chat) as stopped,
         progress_bar("reading", of="tokens") as progress,
     ):
         conversation.keep_first(chat, prompt, progress, stopped)
@@ -378,14 +408,15 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
 
 
 @contextmanager
-def _interruptible(interactive: bool) -> Iterator[Callable[[], bool]]:
+def _interruptible(chat: Chat) -> Iterator[Callable[[], bool]]:
     """Ctrl-C sets a flag, which the yielded function reads; a second Ctrl-C ends the program. So
     does the first one if nobody is there to say what comes next."""
     flag = False
 
     def on_sigint(*_: object) -> None:
         nonlocal flag
-        if flag or not interactive:
+        if flag or not chat.interactive:
+            chat.leaves = True
             raise KeyboardInterrupt
         flag = True
 

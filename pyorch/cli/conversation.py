@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -48,6 +48,7 @@ class Chat:
     keeps: bool = True  # whether it does
     files: set[Path] = field(default_factory=set)  # what /save may replace
     summary: Summary | None = None  # the summary of the last reply
+    leaves: bool = False  # whether a second Ctrl-C ends the program
     dense_note: str = ""  # the note on why attention is dense, which is shown once
 
     def __post_init__(self) -> None:
@@ -68,21 +69,25 @@ class Chat:
         """Whether message i begins with a text from /read."""
         return self.messages[i]["content"].startswith(tuple(self.read))
 
-    def oldest(self) -> int | None:
-        """The index of the question to drop first, those with a text of /read last; None if there
-        is only the one to answer."""
+    def oldest(self) -> list[int]:
+        """The indices of the questions before the one to answer, in the order in which they are
+        dropped: those with a text of /read last."""
         first = 1 if self.messages[0]["role"] == "system" else 0
-        questions = range(first, len(self.messages) - 1, 2)
-        return min(questions, key=lambda i: (self.has_text(i), i), default=None)
+        return sorted(range(first, len(self.messages) - 1, 2), key=self.has_text)
+
+    def without(self, questions: Iterable[int]) -> list[dict[str, str]]:
+        """The messages without these questions and their answers."""
+        dropped = {i for question in questions for i in (question, question + 1)}
+        return [m for i, m in enumerate(self.messages) if i not in dropped]
 
     def most_tokens(self, n_prompt: int) -> int:
-        """The most tokens of a reply. If a reply filled the context, the next message would push
-        out the text that was read, so it gets half of the room."""
+        """The most tokens of a reply. A text that was read stays as long as the first reply to it,
+        which may fill no more than half of the room."""
         if self.max_tokens is not None:
             return self.max_tokens
         room = self.session.n_ctx - n_prompt
-        has_text = any(map(self.has_text, range(len(self.messages))))
-        return max(room // 2, LEFT_FREE) if has_text else self.session.n_ctx
+        is_first = self.has_text(len(self.messages) - 1)
+        return max(room // 2, LEFT_FREE) if is_first else self.session.n_ctx
 
 
 def load_all(names: Sequence[str], system: str | None) -> list[Document]:
@@ -173,10 +178,13 @@ def read(chat: Chat, path: Path) -> None:
         text = read_text(path)
     except OSError as e:
         raise SparqError(f"{path}: {e.strerror or e}", "/read FILE") from None
-    n, n_before = (
-        len(engine.tokenize(chat.session, t, add_special=False)) for t in (text, chat.text)
-    )
-    if n_before + n + LEFT_FREE > (n_ctx := chat.session.n_ctx):
+    if not text.strip():
+        raise SparqError(f"{path}: there is no text", "/read FILE")
+    n_ctx = chat.session.n_ctx
+    n = engine.count_beyond(chat.session, text, n_ctx)
+    n = n or len(engine.tokenize(chat.session, text, add_special=False))
+    n_before = len(engine.tokenize(chat.session, chat.text, add_special=False))
+    if n_before + n + LEFT_FREE > n_ctx:
         longer = "start again with a larger --ctx; --rope-scale stretches a model's own"
         what = f"{path} has {n} tokens" + f" after {n_before} of earlier texts" * bool(chat.text)
         raise SparqError(f"{what}, but the context has {n_ctx} positions", longer)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pyorch import system
 from pyorch.cli.terminal import confirm, note
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
@@ -15,6 +16,7 @@ from pyorch.progress import Say, progress_bar, say
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
+    from pyorch.models.gguf_file import GGUFFile
     from pyorch.models.pull import Spec
 
 
@@ -46,6 +48,9 @@ def command(model: str, out: str | None, outtype: str, force: bool, yes: bool) -
     from pyorch.models import convert, convert_env, pull
     from pyorch.models.new_file import check_target
 
+    if system.IS_WINDOWS:
+        raise SparqError("convert does not run on Windows", "convert it under WSL, or pull GGUF", 2)
+
     def agree(what: str) -> None:
         confirm(f"{what}. Download it?", yes, what, "--yes downloads it, into SPARQ_CACHE")
         if yes:
@@ -70,8 +75,20 @@ def command(model: str, out: str | None, outtype: str, force: bool, yes: bool) -
             scripts=convert_env.scripts(),
             force=force,
             progress=progress,
+            check=_check,
         )
     print(f"{target}: {human_bytes(file.n_bytes)}, {file.arch}, {len(file.tensors)} tensors")
+
+
+def _check(file: GGUFFile) -> None:
+    """Let llama.cpp try the file, if it is built."""
+    from pyorch import native
+    from pyorch.engine.loading import check_loads
+
+    if native.find() is None:
+        note(f"note: whether {file.path} can be loaded shows once the library is built", "yellow")
+    else:
+        check_loads(file)
 
 
 def _downloaded(spec: Spec, agree: Say) -> Path:

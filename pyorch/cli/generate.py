@@ -17,7 +17,7 @@ from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import File, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar
-from pyorch.text_file import decoded, read_text
+from pyorch.text_file import read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Document, Sampling, Session
@@ -70,6 +70,7 @@ def command(
     chat the text is a question about it, in which such names are text, and the model's answer
     follows.
     """
+    from pyorch import engine
     from pyorch.engine import document_file
 
     text, spec = _prompt(prompt, file), attention.spec()
@@ -79,6 +80,9 @@ def command(
     if not any(d.form == "chat" for d in documents):
         templates.check_unused("the text is used as it is")
     with open_session(model, spec, context, load, documents=documents) as session:
+        engine.check_text(session, text, session.n_ctx)
+        if file != "-" and streams.text_waits():
+            note("note: what comes through the pipe is not used: -f - would read it", "yellow")
         words, ends = _after(session, documents[0], text, templates) if documents else (text, [])
         settings = sampling.settings(0.0)
         _generate(session, words, spec, settings, tokens, [*ends, *sampling.stop], as_json=as_json)
@@ -149,7 +153,7 @@ def _prompt(text: str | None, file: str | None) -> str:
     if file is None:
         prompt = text or ""
     elif file == "-":
-        prompt = decoded(streams.stdin().read(), "stdin")
+        prompt = streams.stdin_text()
     else:
         prompt = read_text(Path(file))
     if not prompt:

@@ -68,5 +68,8 @@ def command(
     if result.fallbacks:
         n = len(result.fallbacks)
         note(f"note: another type for {n} tensors: {result.fallbacks[0]}", "yellow")
+    if result.unweighted:
+        n = len(result.unweighted)
+        note(f"note: {imatrix} lacks {n} tensors, such as {result.unweighted[0]}", "yellow")
     sizes = f"{human_bytes(result.bytes_before)} -> {human_bytes(result.bytes_after)}"
     print(f"{result.path}: {sizes}, {result.bits_per_weight:.2f} bits per weight")

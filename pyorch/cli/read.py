@@ -27,7 +27,7 @@ from pyorch.cli.types import THREADS, File, Text
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
 from pyorch.text import human_bytes, human_time, printable
-from pyorch.text_file import decoded, read_text
+from pyorch.text_file import read_text
 
 if TYPE_CHECKING:
     from pyorch.engine import Document
@@ -109,10 +109,13 @@ def command(
         reading = engine.Reading(name, text, "plain" if plain else "chat", system)
         template = templates.template(in_memory, engine.begun(path, reading))
         note_system(template, reading.messages(""))
-        n = len(reading.tokens(in_memory, template))
+        trained = in_memory.geometry.n_ctx_train
+        most = 64 * trained if options.rope else trained  # no model is stretched as far
+        n = engine.count_beyond(in_memory, text, most) if most else 0
+        n = n or len(reading.tokens(in_memory, template))
         # the context that it will be opened in: some models rotate by another table in a long one
         whole = -(-max(n + REPLY_ROOM, engine.DEFAULT_CTX) // CELLS) * CELLS
-        n_ctx = max(n, min(whole, in_memory.geometry.n_ctx_train or whole))
+        n_ctx = max(n, min(whole, trained or whole))
         with (
             in_memory.session(**{**vars(options), "n_ctx": n_ctx}) as session,
             progress_bar("reading", of="tokens", off_terminal=say) as progress,
@@ -142,7 +145,9 @@ def _joined(names: tuple[str, ...]) -> tuple[str, str]:
     texts = [pair for name in names for pair in _texts(name)]
     if not any(text.strip() for _, text in texts):
         raise SparqError(f"{', '.join(names)}: there is no text", _TAKES)
-    name = "stdin" if names[0] == "-" else Path(names[0]).resolve().stem
+    first = Path(names[0])
+    unnamed = "stdin" if names[0] == "-" else "pipe" * first.is_fifo()  # <(...) of a shell
+    name = unnamed or first.resolve().stem
     if len(texts) == 1:
         return name, texts[0][1]
     return name, "\n\n".join(f"File: {printable(path)}\n\n{text}" for path, text in texts)
@@ -151,7 +156,7 @@ def _joined(names: tuple[str, ...]) -> tuple[str, str]:
 def _texts(name: str) -> list[tuple[str, str]]:
     """The names and texts that one argument stands for."""
     if name == "-":
-        return [("stdin", decoded(streams.stdin().read(), "stdin"))]
+        return [("stdin", streams.stdin_text())]
     path = Path(name)
     try:
         return _below(path) if path.is_dir() else [(name, read_text(path))]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import codecs
 import http.client
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -153,7 +154,7 @@ def command(
     from pyorch.engine import document_file
 
     _check_more(more)
-    keys = _key_file(server.api_key_file) if server.api_key_file is not None else None
+    keys = _keys(server.api_key_file) if server.api_key_file is not None else []
     swa_full = any(word.replace("_", "-") == "--swa-full" for word in more)
     options = session_options(attention.spec(), context, load, server.parallel)
     options = replace(options, swa_full=swa_full)
@@ -192,29 +193,29 @@ def _check_more(more: Sequence[str]) -> None:
             raise SparqError(f"{name} after -- would contradict ours", f"use {ours}", exit_code=2)
 
 
-def _key_file(name: str) -> Path:
-    """The file of keys, which llama-server reads itself: the keys are in no line of arguments."""
-    file = paths.expanded(name).absolute()
+def _keys(name: str) -> list[str]:
+    """The keys in a file; a pipe is one, too."""
     make = f"one key a line, for example: (umask 077; openssl rand -hex 32 > {name})"
     try:
-        lines = file.read_bytes().split(b"\n")
-        mode = file.stat().st_mode
-    except OSError as e:
-        raise SparqError(f"{name}: {e.strerror or e}", make) from None
-    keys = [line for line in lines if line and not line.startswith(b"#")]
+        with paths.expanded(name).open("rb") as file:
+            lines = file.read().decode("utf-8").split("\n")
+            mode = os.fstat(file.fileno()).st_mode
+    except (OSError, UnicodeDecodeError) as e:
+        raise SparqError(f"{name}: {getattr(e, 'strerror', None) or e}", make) from None
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise SparqError(f"{name} holds no key", make)
     # llama-server would take them for a part of the key
-    if keys[0].startswith(codecs.BOM_UTF8) or any(key != key.strip() for key in keys):
+    if keys[0].startswith("\ufeff") or any(key != key.strip() for key in keys):
         raise SparqError(f"{name}: a key has blanks or a byte order mark at its ends", make)
     if mode & 0o044:
         note(f"note: others on this machine can read {name}: chmod 600 {name}", "yellow")
-    return file
+    return keys
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model as clients see it. keys: the file of keys, one of which they need; documents: what
+    """A model as clients see it. keys: they need one of these, if there are any; documents: what
     has been read before."""
 
     file: GGUFFile
@@ -222,7 +223,7 @@ class Served:
     alias: str
     address: str
     port: int
-    keys: Path | None
+    keys: Sequence[str]
     load: opt.LoadOptions
     documents: Sequence[Document] = ()
 
@@ -231,9 +232,6 @@ class Account:
     """What ran, by the log: llama-server says it of each reply, our library at the end."""
 
     _REPLY = re.compile(r"\| +eval time = .*/ +(\d+) tokens")
-    _CALLS = re.compile(r"sparse attention \S+: (\d+) attention calls sparse, (\d+) exact, (.*)")
-    _LEFT = re.compile(r"left to llama\.cpp \((.+?)\)")
-    _DOCUMENT = re.compile(r"sparse document: slot \d+, (.*)")
 
     def __init__(self) -> None:
         self.tokens = self.sparse = self.exact = 0
@@ -242,17 +240,19 @@ class Account:
         self.unused: set[str] = set()  # why others did not
 
     def read(self, line: str) -> None:
-        if reply := self._REPLY.search(line):
+        _, _, calls = line.partition("sparse attention calls: ")
+        _, _, document = line.partition("sparse document: ")
+        if calls.startswith("{"):
+            n = json.loads(calls)
+            self.sparse, self.exact = self.sparse + n["sparse"], self.exact + n["exact"]
+            self.left |= n["left"].keys()
+        elif document.startswith("used "):
+            self.opened += 1
+        elif document and document not in self.unused:  # the prompt is read as if there were none
+            self.unused.add(document)
+            note(f"note: document {document}", "yellow")
+        elif reply := self._REPLY.search(line):
             self.tokens += int(reply[1])
-        elif calls := self._CALLS.search(line):
-            self.sparse, self.exact = self.sparse + int(calls[1]), self.exact + int(calls[2])
-            self.left |= set(self._LEFT.findall(calls[3]))
-        elif document := self._DOCUMENT.search(line):
-            if document[1].endswith("were read before"):
-                self.opened += 1
-            elif document[1] not in self.unused:  # the prompt is read as if there were none
-                self.unused.add(document[1])
-                note(f"note: {document[1]}", "yellow")
 
     def report(self, spec: AttentionSpec) -> None:
         """Report it, if anything was asked. Without calls nobody knows, as with `-- -lv 0`."""
@@ -288,27 +288,36 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     program = native.lib_dir(tools=(PROGRAM,)) / system.program(PROGRAM)
     in_memory = _kv_in_memory(served, program.parent)
     adapted = any(word.startswith("--lora") for word in more)
-    argv = [str(program), *_arguments(served, adapted), *_SAFE, *more]
     env = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_FOREIGN)}
-    env |= native.waiting() | in_memory
+    env |= native.waiting() | in_memory | {"SPARQ_NO_CONFIG": "1"}
+    for config in ("/etc", os.environ.get("XDG_CONFIG_HOME") or "~/.config"):
+        file_of_options = os.path.expanduser(f"{config}/llama.cpp/config.ini")
+        if os.path.exists(file_of_options):
+            note(f"note: {file_of_options} is not read: its options stand after --", "yellow")
     account = Account()
-    with (
-        served_documents.passed_on(file, served.documents, more) as (options, variables),
-        Child([*argv, *options], env | variables, account.read, shows_log()) as child,
-    ):
+    with ExitStack() as stack:
+        files = TemporaryDirectory(prefix="sparq-serve-")  # which it reads when it begins
+        folder = Path(stack.enter_context(files))
+        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *more]
+        options, variables = served_documents.passed_on(file, served.documents, more, folder)
+        child = Child([*argv, *options], env | variables, account.read, shows_log())
+        stack.enter_context(child)
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):
+            files.cleanup()
             n = settings.n_sequences
             slots = f" in each of {n} slots" if n > 1 else ""
             note(f"{model_title(file.path)}, attention {spec}, {settings.n_ctx} positions{slots}")
             url = f"[{served.address}]" if ":" in served.address else served.address
-            if served.documents:
-                n_read = served_documents.n_usable(served.documents, host, served.port, served.keys)
+            n_read = served_documents.n_usable(
+                served.documents, host, served.port, next(iter(served.keys), ""), more
+            )
+            if n_read:
                 note(f"documents: {n_read} tokens were read before")
             note(f"http://{url}:{served.port}/v1 is ready; Ctrl-C ends it")
             child.wait_end()
-    if child.was_killed:
-        note(f"note: {PROGRAM} did not end in {supervise.GRACE_S:.0f} s, and was killed", "yellow")
+    if child.killed:
+        note(f"note: {PROGRAM} was killed: {child.killed}", "yellow")
     account.report(spec)
     if served.documents and account.tokens:
         note(f"prompts that began with a document: {account.opened}", "dim")
@@ -352,14 +361,14 @@ def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str
     return ""
 
 
-def _arguments(served: Served, adapted: bool = False) -> list[str]:
-    """The line of llama-server, but for the options that are passed on; adapted: these have a LoRA
-    adapter."""
+def _arguments(served: Served, folder: Path, adapted: bool) -> list[str]:
+    """The line of llama-server, but for the options that are passed on; folder: for files that it
+    reads when it begins; adapted: these options have a LoRA adapter."""
     settings = served.settings
     type_k, type_v = settings.types
     values: dict[str, object] = {
         "--model": served.file.path,
-        "--alias": served.alias,
+        "--alias": os.fsdecode(served.alias.encode()),  # in UTF-8, whatever names of files are in
         "--host": served.address,
         "--port": served.port,
         "--parallel": settings.n_sequences,
@@ -399,8 +408,10 @@ def _arguments(served: Served, adapted: bool = False) -> list[str]:
     # takes the room of the others, and each reply looks through the cells of all slots.
     line.append("--no-kv-unified")
     if served.keys:
-        # Twice, because it logs the last letters of a key if there is only one.
-        line += ["--api-key-file", str(served.keys)] * 2
+        # A file of its own, because a pipe is read once. Twice, because it logs the last letters of
+        # a key if there is only one.
+        (keys := folder / "keys").write_text("\n".join(served.keys), "utf-8", newline="")
+        line += ["--api-key-file", str(keys)] * 2
     # It would copy the document of each slot that is idle, whenever another slot begins.
     line += ["--no-cache-idle-slots"] * bool(served.documents)
     return line

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.terminal import note
@@ -22,57 +23,82 @@ if TYPE_CHECKING:
     from pyorch.models.gguf_file import GGUFFile
 
 ANSWER_S = 60  # to render and tokenise a long text
-_THEIRS = ("--chat-template", "--chat-template-file", "--no-jinja")
+_TEMPLATES = {"--chat-template", "--chat-template-file", "--no-jinja"}
+_DATES = ("date_string", "datetime")
+_DIRECTIVE = re.compile("%[-_0^#]?[A-Za-z]")  # of strftime
+# they change K and V, and llama-server does not use a document that was read without them
+_CHANGES = re.compile(
+    "--(lora|control-vector|override-kv|model-draft|spec-draft-(model|hf)).*|-md|-hfd"
+)
 _TOOLS = "tokenizer.chat_template.tool_use"  # llama-server drops it where a template is given
 
 
-@contextmanager
 def passed_on(
-    file: GGUFFile, documents: Sequence[Document], more: Sequence[str]
-) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Yields the options and variables that tell llama-server of the documents. more: the options
-    of the line."""
+    file: GGUFFile, documents: Sequence[Document], more: Sequence[str], folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The options and variables that tell llama-server of the documents. more: the options of the
+    line; folder: for files that it reads when it begins."""
     from pyorch.engine import document_file
 
     if not documents:
-        yield [], {}
-        return
-    with TemporaryDirectory(prefix="sparq-serve-") as folder:
-        names = Path(folder, "documents.list")
-        names.write_bytes(os.fsencode(document_file.listed(documents)))
-        yield _their_time(file, documents, more, Path(folder)), {"SPARQ_DOCUMENTS": str(names)}
+        return [], {}
+    names = folder / "documents.list"
+    names.write_bytes(os.fsencode(document_file.listed(documents)))
+    return _their_time(file, documents, more, folder), {"SPARQ_DOCUMENTS": str(names)}
 
 
 def _their_time(
     file: GGUFFile, documents: Sequence[Document], more: Sequence[str], folder: Path
 ) -> list[str]:
-    """Options that let the model's chat template state the time at which the documents were read:
-    none if it states no time, or if `more` has another template."""
-    from pyorch.engine.chat_template import with_time
-
+    """Options that let the model's chat template state the time at which the documents were read,
+    as `read` let it: none if it states no time, or if `more` has another template."""
     own = str(file.metadata.get("tokenizer.chat_template") or "")
-    options = {word.partition("=")[0].replace("_", "-") for word in more}
-    name, when = next(((d.name, d.when) for d in documents if d.when), ("", None))
-    source = with_time(own, when) if when else own
-    if when is None or source == own or options & set(_THEIRS) or _TOOLS in file.metadata:
+    name, when = next(((d.name, d.when) for d in documents if d.when), (documents[0].name, None))
+    words = " ".join(more)
+    # llama-server gives a template these; `read` does so only with --chat-template-kwargs
+    dates = [date for date in _DATES if date in own and date not in words]
+    source = "".join(f"{{%- set {date} = sparq_undefined -%}}" for date in dates)
+    if when and "strftime_now" in own:
+        source += _clock(own, when)
+    if not source or _options(more) & _TEMPLATES or _TOOLS in file.metadata:
         return []
     template = folder / "template.jinja"
-    template.write_text(source, "utf-8", newline="")
-    time = f"{when:%Y-%m-%d %H:%M}, when {name} was read"
-    note(f"note: the chat template states the time: for all requests it is {time}", "yellow")
+    template.write_text(source + own, "utf-8", newline="")
+    time = f"{when:%Y-%m-%d %H:%M}" if when else "its default"
+    note(f"note: the time that the chat template states is {time}, as in {name}", "yellow")
     return ["--chat-template-file", str(template)]
 
 
-def n_usable(documents: Sequence[Document], host: str, port: int, keys: Path | None) -> int:
+def _clock(template: str, now: datetime) -> str:
+    """A macro in place of the function that tells a template the time: it tells this one."""
+    parts = sorted(set(_DIRECTIVE.findall(template)))
+    filters = "".join(f" | replace({part!r}, {now.strftime(part)!r})" for part in parts)
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro -%}}"
+
+
+def _options(more: Sequence[str]) -> set[str]:
+    """The names of options, as llama-server reads them."""
+    return {word.partition("=")[0].replace("_", "-") for word in more}
+
+
+def n_usable(
+    documents: Sequence[Document], host: str, port: int, key: str, more: Sequence[str] = ()
+) -> int:
     """The tokens of those documents that a prompt which asks about them begins with. Of each other
-    one it is told how many could be used."""
+    one it is told how many could be used. key: one that the server takes."""
     total = 0
+    if not documents:
+        return 0
+    if changes := sorted(filter(_CHANGES.fullmatch, _options(more))):
+        why = f"{', '.join(changes)}: prompts whose K and V it changes are read anew"
+        note(f"note: documents beside {why}", "yellow")
+        return 0
     for document in documents:
         if document.form == "saved":  # a whole conversation, which is not rendered anew
             total += document.n_tokens
             continue
         try:
-            why = _difference(document, host, port, _key(keys))
+            why = _difference(document, host, port, key)
         except (OSError, HTTPException, ValueError, KeyError) as error:
             note(f"note: {document.name}: not compared with what is rendered: {error}", "yellow")
             why = ""
@@ -109,9 +135,3 @@ def _difference(document: Document, host: str, port: int, key: str) -> str:
     read, _ = engine.content(document)
     words = lambda t: str(ask("/detokenize", tokens=t)["content"])  # noqa: E731
     return engine.difference(read, now, words)
-
-
-def _key(keys: Path | None) -> str:
-    """A key that the server takes."""
-    lines = keys.read_text(encoding="utf-8").splitlines() if keys else []
-    return next((line for line in lines if line and not line.startswith("#")), "")

@@ -6,10 +6,13 @@ import codecs
 import io
 import os
 import sys
+from array import array
+from contextlib import suppress
 from typing import BinaryIO
 
 from pyorch import system
 from pyorch.errors import SparqError
+from pyorch.text_file import LARGEST, decoded
 
 _NAMES = ("stdin", "stdout", "stderr")
 _closed: set[str] = set()
@@ -44,6 +47,28 @@ def stdin() -> BinaryIO:
     if "stdin" in _closed:
         raise SparqError("stdin is closed", "give it a file or a pipe: sparq-cpp ... < FILE", 2)
     return sys.stdin.buffer
+
+
+def stdin_text() -> str:
+    """The text that comes through the pipe, decoded.
+
+    Raises:
+        SparqError: the caller closed it, or it is no text.
+    """
+    return decoded(stdin().read(LARGEST + 1), "stdin")
+
+
+def text_waits() -> bool:
+    """Whether a pipe or a redirected file has text for us that nobody has read. It is not read: in
+    a loop of a shell it is for others."""
+    n = array("i", [0])
+    with suppress(ImportError, OSError, ValueError):
+        import fcntl
+        import termios
+
+        fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, n)
+        return n[0] > 0 and not sys.stdin.isatty()
+    return False
 
 
 def _shown(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -83,7 +83,8 @@ class Child:
     ) -> None:
         """on_line: called with each line of the server's log, from another thread."""
         self.name = Path(argv[0]).name
-        self.was_stopped = self.was_killed = False  # asked to end; killed because it did not
+        self.was_stopped = False  # asked to end
+        self.killed = ""  # why, if we did
         self._argv, self._env, self._on_line, self._show = argv, env, on_line, show_log
         self._ready = False
         self._log: deque[str] = deque(maxlen=KEPT_LINES)
@@ -164,18 +165,18 @@ class Child:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.was_stopped:
-            self._kill()
+            self._kill("a second signal came")
             return
         self.was_stopped = True
         if self._process is not None:
             self._process.terminate()
-        timer = threading.Timer(GRACE_S, self._kill)
+        timer = threading.Timer(GRACE_S, self._kill, [f"it did not end in {GRACE_S:.0f} s"])
         timer.daemon = True
         timer.start()
 
-    def _kill(self) -> None:
+    def _kill(self, why: str) -> None:
         if self._process is not None and self._process.returncode is None:
-            self.was_killed = True
+            self.killed = why
             self._process.kill()
 
     def _give_back_signals(self) -> None:
@@ -194,7 +195,8 @@ class Child:
             while piece := stream.readline(LINE_BYTES):
                 line = piece.decode("utf-8", errors="replace").rstrip()
                 self._log.append(line)
-                with suppress(OSError):  # our terminal is gone, and the pipe must not fill
+                # our terminal is gone, or a request is in the log: the pipe must not fill
+                with suppress(OSError, ValueError, KeyError):
                     self._on_line(line)
                     if self._show:
                         click.echo(line, err=True)
@@ -213,7 +215,9 @@ class Child:
         fatal = next((text for _, text in lines if _FATAL.search(text)), "")
         fatal = _PLACE.sub("", fatal.removeprefix("error: "))
         if system.died(code):
-            hint = f"{children.HINT}; {more}" if more else children.HINT
+            cut = "a file that it reads was cut short, or its disk failed: check the model"
+            hint = cut if system.died(code).startswith("SIGBUS") else children.HINT
+            hint = f"{hint}; {more}" if more else hint
             reason = f": {fatal}" if fatal else ""
             return SparqError(f"{self.name} {children.ended(code)}{reason}", hint)
         # While a model is loaded the first error is the cause of all others. Later ones are of

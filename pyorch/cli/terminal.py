@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -30,11 +31,18 @@ def shows_log() -> bool:
 
 def note(text: str, style: str = "") -> None:
     """Print a line on stderr, after all earlier output; it is coloured only on a terminal and
-    without NO_COLOR."""
+    without NO_COLOR. Nothing ends because nobody reads it."""
     from rich.console import Console
 
     sys.stdout.flush()
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+
+    class Stderr(Console):
+        def on_broken_pipe(self) -> None:
+            """rich would end the program, and close stdout."""
+
+    with suppress(OSError):
+        console = Stderr(stderr=True, highlight=False, soft_wrap=True)
+        console.print(text, style=style, markup=False)
 
 
 def note_if_busy() -> None:

@@ -45,5 +45,12 @@ from pyorch.engine.settings import (
     usable_cores,
 )
 from pyorch.engine.sparse import AttentionInfo
-from pyorch.engine.text import detokenize, is_eog, token_bytes, tokenize
+from pyorch.engine.text import (
+    check_text,
+    count_beyond,
+    detokenize,
+    is_eog,
+    token_bytes,
+    tokenize,
+)
 from pyorch.ggml import NUMA

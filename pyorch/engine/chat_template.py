@@ -35,7 +35,6 @@ _AROUND = {  # role -> the roles of a short conversation in which a message of i
     "system": ("system", "user"),
     "assistant": ("user", "assistant", "user"),
 }
-_NOW = re.compile(r"""strftime_now\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
 
 # enum llama_token_attr. Names of the first two are found where a prompt may have them. The third
 # are words of a tokeniser, found in every text; in some models the marks of turns are such words.
@@ -45,11 +44,6 @@ _UNKNOWN, _CONTROL, _WORD = 1 << 0, 1 << 3, 1 << 4
 def clock() -> datetime:
     """The time that a new conversation states."""
     return datetime.now()
-
-
-def with_time(source: str, now: datetime) -> str:
-    """A template that states this time, wherever it asks for the present time in a fixed format."""
-    return _NOW.sub(lambda m: repr(now.strftime(m[1] if m[1] is not None else m[2])), source)
 
 
 class ChatTemplate:
@@ -119,9 +113,9 @@ class ChatTemplate:
         text = lib.llama_vocab_get_text(vocab, token) if token >= 0 else b""
         return str((text or b"").decode("utf-8", errors="replace"))
 
-    def _strftime_now(self, form: str) -> str:
+    def _strftime_now(self, format: str) -> str:  # templates name it
         self._asked_time = True
-        return self.now.strftime(form)
+        return self.now.strftime(format)
 
     @property
     def stated_time(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyorch.engine.decoding import align, check_length, decode, prefill
 from pyorch.engine.model import Session
 from pyorch.engine.sampling import Sampler, Sampling
-from pyorch.engine.text import TextStream, is_eog, tokenize
+from pyorch.engine.text import TextStream, check_text, is_eog, tokenize
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
 
@@ -55,7 +55,9 @@ def generate(
     Raises:
         SparqError: the prompt is empty or does not fit, or the library failed.
     """
-    prompt = tokenize(session, prompt) if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        check_text(session, prompt, session.n_ctx)
+        prompt = tokenize(session, prompt)
     if not prompt:
         raise SparqError("the prompt is empty", "give at least one token")
     check_length(session, len(prompt))

@@ -138,13 +138,31 @@ def load_model(
     call.raise_if_it_came()
     if not handle:
         raise _cannot_load(file, call.reason)
-    if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
+    if lib.llama_model_has_encoder(handle) or lib.llama_model_is_diffusion(handle):
         lib.llama_model_free(handle)
         raise SparqError(f"{file.path}: not a decoder-only language model")
     on_cpu = n_gpu_layers == 0 or not (workers or ours.has_gpu)
     on_gpu = layers_on_gpu(geometry(file).n_layer, 0 if on_cpu or workers else n_gpu_layers)
     away = layers_away(workers, n_gpu_layers, kv_offload, ours.has_gpu)
     return Model(ours, file, handle, on_cpu, kv_offload, on_gpu, placed, away)
+
+
+def check_loads(file: GGUFFile) -> None:
+    """Refuse a file that llama.cpp cannot load as a model. No weights are read.
+
+    Raises:
+        SparqError: it says why.
+    """
+    ours = library()
+    params = ours.lib.llama_model_default_params()
+    params.load_mode, params.no_alloc = ours.lib.LLAMA_LOAD_MODE_NONE, True
+    params.n_gpu_layers, params.use_extra_bufts = 0, False
+    with ours.call() as call:
+        handle = ours.lib.llama_model_load_from_file(os.fsencode(file.path), params)
+    if not handle:
+        raise _cannot_load(file, call.reason)
+    ours.lib.llama_model_free(handle)
+    call.raise_if_it_came()
 
 
 def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import re
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+from pyorch.engine.decoding import LONGER
 from pyorch.engine.model import Model, Session
 from pyorch.errors import SparqError
 from pyorch.text import human_bytes
 
 _SENTENCEPIECE = 1  # enum llama_vocab_type
 _ANCHOR = "\x02"  # a character that no vocabulary joins with another
+_PIECE = 1 << 16  # characters that are tokenised in a fraction of a second
+# libstdc++'s std::regex calls itself for each character of a match, and takes some 330 bytes of
+# stack each time: many tokenisers of llama.cpp use it
+_STACK_OF_CHAR = 512
+_LONGEST = 1 << 21  # characters of a match: 1 GiB of stack
+_MATCH = re.compile(r"[^\n]+\s*|\s+")  # no tokeniser matches more at once
+_STACK_SIZE = threading.Lock()  # it is a setting of the process
 
 
 def tokenize(
@@ -24,9 +35,27 @@ def tokenize(
         parse_special: read the names of control tokens, `<|im_end|>`, as these tokens.
 
     Raises:
-        SparqError: the text is longer than llama.cpp can count.
+        SparqError: the text, or a line of it, is longer than llama.cpp can take.
     """
     raw = text.encode("utf-8", errors="replace")
+    if len(text) < _PIECE // 16:
+        return _tokenize(of, raw, add_special, parse_special)
+    n = len(text)
+    if n > _LONGEST and (n := max(len(m[0]) for m in _MATCH.finditer(text))) > _LONGEST:
+        raise SparqError(f"a line of {n} characters is too long", f"break it: {_LONGEST} at most")
+    with _STACK_SIZE, of.library.call() as call, ThreadPoolExecutor(1) as pool:
+        before = threading.stack_size((1 << 20) + n * _STACK_OF_CHAR)
+        try:
+            tokens = pool.submit(_tokenize, of, raw, add_special, parse_special)
+        except RuntimeError as e:
+            raise SparqError(f"a text of {n} characters cannot be tokenised: {e}") from None
+        finally:
+            threading.stack_size(before)
+    call.raise_if_it_came()
+    return tokens.result()
+
+
+def _tokenize(of: Model | Session, raw: bytes, add_special: bool, parse_special: bool) -> list[int]:
     size = len(raw) + 8
     while True:
         buf = (ctypes.c_int32 * size)()
@@ -36,6 +65,30 @@ def tokenize(
         if n == -(2**31):
             raise SparqError(f"a text of {human_bytes(len(raw))} is too long to tokenise")
         size = -n
+
+
+def check_text(of: Model | Session, text: str, n_ctx: int, name: str = "the text") -> None:
+    """Refuse a text that is certainly longer than a context. It is not tokenised to its end.
+
+    Raises:
+        SparqError: it is.
+    """
+    if n := count_beyond(of, text, n_ctx):
+        what = f"{name} has about {n} tokens, but the context has {n_ctx} positions"
+        raise SparqError(what, LONGER)
+
+
+def count_beyond(of: Model | Session, text: str, n_ctx: int) -> int:
+    """About how many tokens a text has, if a context certainly cannot hold them; otherwise 0."""
+    if len(text) <= 4 * n_ctx:
+        return 0
+    n = 0
+    for i in range(0, len(text), _PIECE):
+        n += len(tokenize(of, text[i : i + _PIECE], add_special=False, parse_special=True))
+        if n > n_ctx + n_ctx // 8:  # the cuts may have added some
+            about = n * len(text) // min(i + _PIECE, len(text))
+            return round(about, 2 - len(str(about)))
+    return 0
 
 
 def inner(of: Model | Session, text: str, *, parse_special: bool = False) -> list[int]:

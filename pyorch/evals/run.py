@@ -221,7 +221,12 @@ def _prepare(
     }
     case = json.loads(json.dumps(case))
     bench = bench_of(task.name)
-    setting = records.key(bench, case, env["stamps"]["sparq"])
+    file, stamp = folder / f"{task.name}.jsonl", env["stamps"]["sparq"]
+    setting, kind = records.key(bench, case, stamp), records.kind_of(env)
+    first = records.load(file).get(setting)
+    if first and records.kind_of(first["env"]) != kind:  # another machine began this file
+        case |= {"machine": kind}
+        setting = records.key(bench, case, stamp)
     header = {"schema": records.SCHEMA, "key": setting, "bench": bench}
     header |= {"version": records.version_of(bench), "case": case, "env": env}
     asked = [{"asked": [e.prompt, e.answers, e.forced, e.max_tokens]} for e in examples]
@@ -230,7 +235,7 @@ def _prepare(
         m: [records.key(setting, {"i": i, "method": text}, d) for i, d in enumerate(digests)]
         for m, text in meanings.items()
     }
-    return _Work(task, folder / f"{task.name}.jsonl", header, examples, meanings, keys)
+    return _Work(task, file, header, examples, meanings, keys)
 
 
 def _check_room(task: Task, examples: Sequence[Example], ctx: int) -> None:

@@ -75,6 +75,11 @@ def machine() -> Machine:
     }
 
 
+def kind_of(env: Environment) -> list[Any]:
+    """What two machines of a kind have in common."""
+    return [env["machine"].get(x) for x in ("cpu", "cores", "gpu")]
+
+
 def environment(libraries: Mapping[str, Path]) -> Environment:
     """Everything outside the case that a number depends on.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.models import cards, wheel
+from pyorch.paths import expanded
 from pyorch.progress import Say, silent
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _scan() -> HFCacheInfo | None:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return scan_cache_dir(constants.HF_HUB_CACHE)
+        return scan_cache_dir(expanded(constants.HF_HUB_CACHE))
     except CacheNotFound:
         return None
 

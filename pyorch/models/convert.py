@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ def convert(
     scripts: Path,
     force: bool = False,
     progress: Progress = silent,
+    check: Callable[[GGUFFile], None] = silent,
 ) -> GGUFFile:
     """Write the model of a checkpoint to `target` as GGUF.
 
@@ -125,9 +126,11 @@ def convert(
         python, scripts: from `convert_env`.
         force: replace `target` if it exists.
         progress: called with (per cent written, 100).
+        check: raises if what was written cannot be used: the converter compares no config.json with
+            the weights.
 
     Raises:
-        SparqError: no space, or the converter refuses. `target` is then unchanged.
+        SparqError: no space, or the converter or the check refuses. `target` is then unchanged.
     """
     check_target(target, force)
     needed = int(checkpoint.n_weights * OUTTYPES[outtype]) + _SLACK
@@ -143,7 +146,13 @@ def convert(
         argv = [*python, str(scripts / convert_env.SCRIPT), str(folder)]
         argv += ["--outfile", str(name), "--outtype", outtype]
         _run(checkpoint, argv, Path(temp), lock, progress)
-        return read_gguf(partial)
+        written = read_gguf(partial)
+        try:
+            check(written)
+        except SparqError as e:
+            message = e.message.replace(str(partial), str(checkpoint.folder))
+            raise SparqError(message, "does its config.json fit its weights?") from None
+        return written
 
 
 def _run(

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from pyorch.errors import SparqError
 from pyorch.models import layers
-from pyorch.models.gguf_checks import WHOLE_ROPE, check_loadable, is_number
+from pyorch.models.gguf_checks import TEXTLESS, WHOLE_ROPE, check_loadable, is_number
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.layers import Windows
 
@@ -81,6 +81,8 @@ def geometry(file: GGUFFile) -> Geometry:
             f"{file.path}: no general.architecture in its metadata",
             hint="is this a language model? adapters and projectors are GGUF files too",
         )
+    if arch in TEXTLESS:
+        raise SparqError(f"{file.path}: {arch} writes no text", "llama.cpp's llama-embedding does")
     n_layer, n_embd = number("block_count", most=MAX_LAYERS), number("embedding_length")
     n_expert = number("expert_count", 0, MAX_EXPERTS)
     n_head = _per_layer(file, f"{arch}.attention.head_count", n_layer, None)

@@ -27,6 +27,13 @@ starcoder2 talkie xverse
 """
 WHOLE_ROPE = frozenset(_WHOLE_ROPE.split())
 
+# architectures that turn text into vectors or sound; the same test compares them
+_TEXTLESS = """
+bert eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert
+nomic-bert nomic-bert-moe t5encoder wavtokenizer-dec
+"""
+TEXTLESS = frozenset(_TEXTLESS.split())
+
 
 def check_loadable(file: GGUFFile, n_layer: int, n_expert: int) -> None:
     """Refuse a model that would end the process, at once or at some later text. Its heads are

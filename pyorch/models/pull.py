@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
+from pyorch import paths
 from pyorch.errors import SparqError, nearest
 from pyorch.models import cache, cards, wheel
 from pyorch.models.gguf_file import read_gguf
@@ -57,7 +58,7 @@ class Spec:
         from huggingface_hub.file_download import repo_folder_name
 
         name = repo_folder_name(repo_id=self.repo, repo_type=self.kind)
-        return Path(constants.HF_HUB_CACHE).expanduser().resolve() / name
+        return paths.expanded(constants.HF_HUB_CACHE).resolve() / name
 
     @property
     def package(self) -> cards.Package | None:

@@ -34,6 +34,7 @@ class Result:
     bytes_after: int
     bits_per_weight: float
     fallbacks: tuple[str, ...]  # tensors that got a different type, in the program's words
+    unweighted: tuple[str, ...]  # tensors of layers that the importance matrix lacks
 
 
 def types(program: Path) -> list[str]:
@@ -80,6 +81,12 @@ def quantize(
     with new_file(target, force) as (partial, lock):
         argv: list[str | Path] = [program, *options, source.absolute(), partial.absolute()]
         messages = _run([*argv, type_name.upper(), str(n_threads)], source, progress, lock)
+        lacking = re.findall(r"did not find weights for (blk\S+)", "\n".join(messages))
+        if lacking and not any(re.match(r"\[.*\] blk.* converting", line) for line in messages):
+            raise SparqError(
+                f"{imatrix}: has no weights for the layers of {source}",
+                "it is of another model, or has other names than llama.cpp's",
+            )
         progress(len(before.tensors), len(before.tensors))
         after = read_gguf(partial)
         if len(after.tensors) != len(before.tensors):
@@ -91,6 +98,7 @@ def quantize(
         after.n_bytes,
         8 * sum(t.n_bytes for t in after.tensors) / max(weights, 1),
         tuple(line for line in messages if "falling back to" in line),
+        tuple(lacking),
     )
 
 

@@ -161,6 +161,13 @@ def has_bindings() -> bool:
     return (bindings() / "llama_cpp").is_dir()
 
 
+def unpack_bindings(where: source.Source, folder: str) -> None:
+    """Unpack them unless they are there. Their lock is their own: builds, wheels and what came with
+    a wheel hold different ones."""
+    to = bindings()
+    paths.once(to, has_bindings, lambda _: source.unpack(where, folder, to / "llama_cpp"))
+
+
 def build(
     options: Options, tools: tuple[str, ...] = (), jobs: int | None = None, force: bool = False
 ) -> Path:
@@ -313,8 +320,7 @@ def prepare(tree: Path, options: Options) -> None:
     os.utime(tree)  # `_prune` goes by the time of use
     if not (has_bindings() and (tree / "src").is_dir()):
         source.fetch(pin, where)
-    if not has_bindings():
-        source.unpack(where, "llama_cpp", bindings() / "llama_cpp")
+    unpack_bindings(where, "llama_cpp")
     if not (tree / "src").is_dir():
         source.unpack(where, pin.folder, untouched := tree / "untouched", _SKIP)
         if not options.stock:

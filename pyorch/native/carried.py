@@ -89,9 +89,7 @@ def scores() -> dict[str, int]:
 def _unpack(carried: dict[str, Any], target: Path) -> None:
     """Copy what works here to the cache, whose lock is held."""
     paths.check_exec(target)
-    if not build.has_bindings():
-        came = source.Source(FOLDER, "", False)
-        source.unpack(came, "python/llama_cpp", build.bindings() / "llama_cpp")
+    build.unpack_bindings(source.Source(FOLDER, "", False), "python/llama_cpp")
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

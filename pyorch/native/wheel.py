@@ -193,7 +193,8 @@ def workshop(name: str, target: Target, key: list[Any]) -> Iterator[tuple[Zig, i
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     root = paths.cache() / "wheels" / f"{name}-{digest}"
     for old in set(root.parent.glob(f"{name}-*")) - {root}:
-        shutil.rmtree(old)
+        with paths.locked(old):  # another clone may make its wheel
+            shutil.rmtree(old)
     with paths.locked(root) as lock:
         zig = Zig(target, root)
         if not (root / target.cxx_library).exists():

@@ -339,6 +339,7 @@ def refuse(*_: object, **__: object) -> None:
         ("/etc/hosts is a file", 2, "/etc/hosts"),
         ("/save", 2, "/save"),
         ("/read /none", 1, "/none"),
+        ("/read /dev/null", 1, "/dev/null"),
         ("/read a\0b", 2, "NUL"),
         ("/save /none/x.json", 2, "/none"),
         (LONG * 3, 1, "context"),
@@ -347,6 +348,20 @@ def refuse(*_: object, **__: object) -> None:
 def test_chat_errors(run: Run, tiny_chat: Path, line: str, code: int, name: str) -> None:
     result = run("chat", "-m", tiny_chat, "-n", 4, stdin=line + "\n")
     assert result.code == code and name in result.err and "hint:" in result.err
+
+
+def test_a_pipe_has_no_commands_unasked(
+    run: Run, tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines may be of others, and would read and write files."""
+    monkeypatch.delenv("SPARQ_CHAT_COMMANDS")
+    script = f"/save {tmp_path}/a\n//b\n"
+    done = run("chat", "-m", tiny_chat, "-n", 1, "--json", stdin=script)
+    assert done.code == 0 and len(done.out.splitlines()) == 2 and not list(tmp_path.iterdir())
+    assert done.err.count("--commands") == 1
+    assert run("chat", "-m", tiny_chat, "-n", 1, "--commands", stdin=f"hi\n{script}").code == 0
+    said = json.loads((tmp_path / "a").read_text())["messages"]
+    assert said[0]["content"] == "hi"
 
 
 def test_chat_resume_errors(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
@@ -370,12 +385,32 @@ def test_chat_keeps_what_was_read(run: Run, demo_model: Path, tmp_path: Path) ->
     assert result.code == 0, result.err
     first, *others = [json.loads(line) for line in result.out.splitlines()]
     assert first["finish"] == "context" and "the context is full (512" in result.err  # nothing read
-    assert [r["finish"] for r in others] == ["length"] * 6
+    assert [r["finish"] for r in others] == ["length"] + ["context"] * 5  # no text is in the others
     assert "oldest messages were dropped" in result.err
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [m["content"].startswith(text) for m in messages[:2]] == [True, False]
     given = run(*args, "-n", 500, stdin=f"/read {tmp_path}/text.txt\nand?\n")
     assert json.loads(given.out)["finish"] == "context" and "was cut" not in given.err
+
+
+def test_a_full_context_is_not_read_again_at_each_message(
+    run: Run, tiny_chat: Path, tmp_path: Path
+) -> None:
+    """And what was read before the first message not at all."""
+    (tmp_path / "text.txt").write_text("a text " * 30)
+    script = f"/read {tmp_path}/text.txt\n" + "a message of 32 letters, no more\n" * 30
+    ask = ("chat", "-m", tiny_chat, "--ctx", 1024, "--temp", 0, "--json")
+    result = run(*ask, "-n", 16, stdin=f"{script}/save {tmp_path}/talk.json\n")
+    assert result.code == 0, result.err
+    n_read = [json.loads(line)["prefill_tokens"] for line in result.out.splitlines()]
+    assert len(n_read) == 30 and sum(n > 100 for n in n_read[1:]) in range(1, 6)
+    assert max(n_read[1:]) < 600 and result.err.count("dropped") == sum(n > 100 for n in n_read[1:])
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert messages[0]["content"].startswith("a text ") and 4 < len(messages) < 40
+    # without -n a reply has room as well
+    done = run(*ask, "--resume", tmp_path / "talk.json", stdin=("a " * 200 + "\n") * 3)
+    pieces = [len(json.loads(line)["reply"]) for line in done.out.splitlines()]
+    assert min(pieces) > 100, pieces
 
 
 @contextmanager

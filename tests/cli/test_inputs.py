@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tiny_gguf import CHATML, write_tiny_gguf
 
+from pyorch import engine
 from pyorch.engine import document_file
+from pyorch.errors import SparqError
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -132,6 +135,7 @@ def program(*args: object, **more: Any) -> subprocess.CompletedProcess[bytes]:
 def test_names_that_are_not_utf8(tiny_chat: Path, tmp_path: Path) -> None:
     def good(*args: object, stdin: str = "") -> bytes:
         env = {**os.environ, "XDG_DATA_HOME": str(tmp_path), "SPARQ_CHAT_TOKENS": "1"}
+        env["SPARQ_CHAT_COMMANDS"] = "1"
         done = program(*args, input=os.fsencode(stdin), env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -158,6 +162,71 @@ def test_names_that_are_not_utf8(tiny_chat: Path, tmp_path: Path) -> None:
     assert os.fsencode(listed).splitlines()[0] == os.fsencode(kept)
     good("documents", "rm", kept, "--yes")
     assert not kept.exists()
+
+
+def test_text_that_nobody_reads_is_told(tiny: Path, tmp_path: Path) -> None:
+    ask = ("generate", "-m", tiny, "-n", 1, "-t", 1, "-p", "hi")
+    assert b"-f -" in program(*ask, input=b"and a text").stderr
+    assert b"-f -" not in program(*ask, input=b"").stderr
+
+
+def test_a_pipe_of_a_shell_has_a_name(tiny: Path, tmp_path: Path) -> None:
+    line = f"{sys.executable} -m pyorch read -m {tiny} --plain <(echo a text)"
+    done = shell(f"bash -c '{line}'", XDG_DATA_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in tmp_path.rglob("*.kv")] == ["pipe.kv"]
+
+
+# ---- texts that are too long ----
+
+
+@pytest.mark.parametrize("way", ["-f", "-f -", "read", "/read", "chat"])
+def test_a_text_far_beyond_the_context_is_not_tokenised_to_its_end(
+    run: Run,
+    tiny_chat: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    lib = engine.library().lib
+    sizes, tokenize = [], lib.llama_tokenize
+
+    def watched(vocab: int, raw: bytes, size: int, *rest: Any) -> int:
+        sizes.append(size)
+        return tokenize(vocab, raw, size, *rest)
+
+    monkeypatch.setattr(lib, "llama_tokenize", watched)
+    (file := tmp_path / "long.txt").write_text(text := "word " * 1_000_000)
+    args, stdin = {
+        "-f": (("generate", "-f", file), ""),
+        "-f -": (("generate", "-f", "-"), text),
+        "read": (("read", file), ""),
+        "/read": (("chat",), f"/read {file}\n"),
+        "chat": (("chat",), text),
+    }[way]
+    done = run(*args, "-m", tiny_chat, stdin=stdin)
+    assert done.code in (1, 2) and "4096" in done.err and "hint:" in done.err
+    assert 0 < sum(sizes) < len(text) / 10
+
+
+@pytest.mark.parametrize("way", ["generate", "read", "chat"])
+def test_a_long_run_of_one_character_ends_no_process(tmp_path: Path, way: str) -> None:
+    """Some tokenisers of llama.cpp call themselves for each of its characters."""
+    model = write_tiny_gguf(tmp_path / "m.gguf", chat_template=CHATML, pre="gpt-4o")
+    (file := tmp_path / "run.txt").write_text("Z" * 130_000)
+    done = program(
+        way,
+        "-m",
+        model,
+        *{"generate": ["-f"]}.get(way, []),
+        *[file] * (way != "chat"),
+        input=file.read_bytes(),
+    )
+    assert done.returncode in (1, 2) and b"hint:" in done.stderr, done.stderr
+    with engine.load_model(model) as m:
+        assert len(engine.tokenize(m, "Z" * 40_000, add_special=False)) == 40_000
+        with pytest.raises(SparqError):
+            engine.tokenize(m, "Z" * 2_500_000)
 
 
 # ---- streams that are closed ----

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -39,8 +40,10 @@ import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 how = os.environ.get("STANDIN", "")
+key = sys.argv.index("--api-key-file") + 1 if "--api-key-file" in sys.argv else 0
+keys = open(sys.argv[key]).read().split() if key else []
 with open(os.environ["STANDIN_FILE"], "w") as f:
-    print(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "env": dict(os.environ), "mask": os.umask(0)}), file=f)
+    print(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "env": dict(os.environ), "mask": os.umask(0), "keys": keys}), file=f)
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
@@ -72,8 +75,8 @@ signal.signal(signal.SIGTERM, end)
 server = HTTPServer((sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])), Answer)
 server.serve_forever()
 """  # noqa: E501
-CALLS = "0.02.0.0 I sparse attention sparq: 19 attention calls sparse, 1 exact, 2 in prompts"
-NEVER = "0.02.0.0 W sparse attention sparq: 0 attention calls sparse, 20 exact, 2 in prompts"
+CALLS = '0.02.0.0 I sparse attention calls: {"sparse": 19, "exact": 1, "left": {}}'
+NEVER = CALLS.replace("19", "0")
 MAIN = """
 import os, sys
 from pathlib import Path
@@ -134,7 +137,8 @@ def serving(code: str, *args: object, **env: str) -> Iterator[Running]:
 
 @pytest.fixture
 def standin(tmp_path: Path, tiny: Path) -> Callable[..., Any]:
-    """`standin("broken", "--ctx", 1024)` runs serve on the stand-in; `.started` tells of it."""
+    """`standin("broken", "--ctx", 1024)` runs serve on the stand-in; `.started()` tells of it, once
+    it has begun."""
     program, file = tmp_path / "llama-server", tmp_path / "started"
     code = tmp_path / "standin.py"  # a `#!` line cannot have a path with blanks
     code.write_text(STANDIN)
@@ -148,7 +152,15 @@ def standin(tmp_path: Path, tiny: Path) -> Callable[..., Any]:
         with serving(MAIN, *line, **env) as running:
             yield running
 
-    run.started = lambda: json.loads(file.read_text())  # type: ignore[attr-defined]
+    def started() -> Any:
+        end = time.monotonic() + READY_S
+        while time.monotonic() < end:
+            with suppress(OSError, ValueError):  # not yet, or not all of it
+                return json.loads(file.read_text())
+            time.sleep(0.02)
+        raise AssertionError("it did not begin")
+
+    run.started = started  # type: ignore[attr-defined]
     return run
 
 
@@ -176,9 +188,9 @@ def after(line: list[str], name: str) -> str:
 def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     """Slots with a cache each, and nothing that opens a door: neither a key where others see it nor
     a variable from elsewhere."""
-    key = tmp_path / "keys"
-    key.write_text("# of the tests\nsecret\n")
-    key.chmod(0o600)
+    os.mkfifo(key := tmp_path / "keys", 0o600)  # as <(...) of a shell is: it can be read once
+    keys = "# of the tests\nsecret\n"
+    threading.Thread(target=key.write_text, args=[keys], daemon=True).start()
     line = ("--ratio", "1/8", "--ctx", 2048, "-np", 3, "-t", 1, "-ctk", "q8_0", "--numa", "isolate")
     rope = ("--rope-scaling", "yarn", "--rope-scale", 2, "--yarn-orig-ctx", 4096, "-nr", "-nkvo")
     rope += ("--rope-freq-base", 20000)
@@ -202,11 +214,11 @@ def test_the_line_of_llama_server(standin: Any, tmp_path: Path) -> None:
     ) == "localhost"
     assert after(argv, "--timeout") == "60" and argv[-3] == "--metrics"
     assert after(argv, "--cache-ram") == "0", "it does not know the adapters of earlier prompts"
-    assert argv.count("--api-key-file") == 2 and after(argv, "--api-key-file") == str(key)
+    assert argv.count("--api-key-file") == 2 and started["keys"] == ["secret"]
     assert "secret" not in f"{argv} {started['env']} {running.said}"
     assert started["mask"] == 0o077, "slots and logs that it writes are made of what people asked"
-    foreign = [k for k in started["env"] if k.startswith(("LLAMA_", "AIP_", "SPARQ_"))]
-    assert foreign == ["SPARQ_PROMPT_ON_CPU"]
+    foreign = {k for k in started["env"] if k.startswith(("LLAMA_", "AIP_", "SPARQ_"))}
+    assert foreign == {"SPARQ_PROMPT_ON_CPU", "SPARQ_NO_CONFIG"}
     assert "--no-cache-idle-slots" not in argv, "there is no document"
     first, ready, account = running.said.splitlines()
     assert "sparq,ratio=1/8, 2048 positions" in first
@@ -237,20 +249,55 @@ def test_ctrl_c_in_a_terminal_is_for_us_alone(standin: Any) -> None:
 
 def test_a_signal_while_it_loads(standin: Any) -> None:
     with standin("loading", "-v") as running:
-        while not Path(running.process.args[3]).joinpath("started").is_file():
-            assert running.process.poll() is None
-            time.sleep(0.02)
+        standin.started()
         time.sleep(0.5)
         assert running.end(signal.SIGTERM) == 0
     assert "ready" not in running.said
 
 
-def test_one_that_does_not_end_is_killed(standin: Any) -> None:
-    with standin("deaf", GRACE_S="0.5") as running:
+@pytest.mark.parametrize(("grace", "signals"), [(0.5, 1), (1000, 2)])
+def test_one_that_does_not_end_is_killed(standin: Any, grace: float, signals: int) -> None:
+    """At once by a second signal, and then nobody waited for so long."""
+    with standin("deaf", GRACE_S=str(grace)) as running:
         running.until_ready()
         pid = standin.started()["pid"]
+        for _ in range(signals):
+            running.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert running.rest() == 0
+    assert "was killed" in running.said and gone(pid) and "1000" not in running.said
+
+
+def test_a_terminal_that_goes_while_it_loads(standin: Any) -> None:
+    with standin("") as running:
+        running.process.stderr.close()
+        running.process.stderr = None
+        where = ("127.0.0.1", int(after(standin.started()["argv"], "--port")))
+        with socket.socket() as client:
+            while client.connect_ex(where):
+                time.sleep(0.05)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(2)
+        running.process.terminate()
+        assert running.process.wait(READY_S) == 0
+
+
+def test_a_name_that_the_system_cannot_spell(standin: Any, tiny: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/mod\xe8le.gguf")
+    os.link(tiny, name)
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    with standin("", "-m", name, **ascii_alone) as running:
+        running.until_ready()
         assert running.end() == 0
-    assert "was killed" in running.said and gone(pid)
+
+
+def test_a_file_of_options_is_not_read(standin: Any, tmp_path: Path) -> None:
+    """Its options would be what nothing here knows of, such as an adapter."""
+    (file := tmp_path / "llama.cpp" / "config.ini").parent.mkdir()
+    file.write_text("lora = x.gguf\n")
+    with standin("", XDG_CONFIG_HOME=str(tmp_path)) as running:
+        assert str(file) in running.until_ready().said
+        assert "SPARQ_NO_CONFIG" in standin.started()["env"]
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="there is no prctl")
@@ -279,7 +326,7 @@ def test_its_death_is_one_line(standin: Any) -> None:
 
 
 def test_replies_that_were_all_exact_are_told(standin: Any) -> None:
-    left = NEVER + ", 4 left to llama.cpp (a sliding window)"
+    left = NEVER.replace("{}", '{"a sliding window": 4}')
     for calls, why in ((NEVER, "min_ctx 1024"), (left, "a sliding window")):
         with standin("", "--ratio", "1/8", "--ctx", 512, calls=calls) as running:
             assert "exact at 512 positions" in running.until_ready().said
@@ -498,12 +545,11 @@ def test_the_log_keeps_keys(server_dir: Path, tiny: Path, tmp_path: Path) -> Non
 
 def test_the_account_tells_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
     """A document that cannot be used costs the time to read, so somebody is told at once."""
-    account, head = Account(), "0.00.1 I sparse document: slot 1, /d.kv"
-    account.read(f"{head}, 4000 tokens of the prompt were read before")
-    assert account.opened == 1 and not capsys.readouterr().err
-    for slot in range(2):
-        account.read(f"0.00.1 I sparse document: slot {slot}, /d.kv: the document is shorter")
-        account.read(f"0.00.2 W sparse document: slot {slot}, /d.kv is not used: read otherwise")
-    assert account.opened == 1
+    account, head = Account(), "0.00.1 I sparse document:"
+    for _ in range(2):
+        account.read(f"{head} used /d.kv: 4000 tokens of the prompt were read before")
+        account.read(f"{head} unused /d.kv: the document is shorter")
+        account.read(f"{head} unused /d.kv: read otherwise")
+    assert account.opened == 2
     shorter, otherwise = capsys.readouterr().err.splitlines()  # each is told once
     assert "the document is shorter" in shorter and "read otherwise" in otherwise

@@ -52,6 +52,11 @@ def test_a_signal_of_the_cpu_is_not_explained_by_the_last_line() -> None:
     assert "SIGILL" in message and "1030" not in message
 
 
+def test_a_file_that_was_cut_is_not_a_fault_to_report() -> None:
+    message, hint = death("os.kill(os.getpid(), signal.SIGBUS)")
+    assert "SIGBUS" in message and "doctor" not in hint and "model" in hint
+
+
 def test_who_reads_the_log_may_fail_and_the_server_does_not_stand_still() -> None:
     """More lines than a pipe holds."""
 

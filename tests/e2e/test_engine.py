@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,23 @@ def test_text_survives_tokens(session: engine.Session) -> None:
     tokens = engine.tokenize(session, text)
     assert tokens[0] == session.lib.llama_vocab_bos(session.vocab)
     assert engine.detokenize(session, tokens) == text
+
+
+def test_ctrl_c_ends_a_count_of_tokens(
+    session: engine.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the piece of the text that is at hand."""
+    tokenize, pieces = session.lib.llama_tokenize, []
+
+    def interrupted(*args: Any) -> int:
+        pieces.append(args)
+        os.kill(os.getpid(), signal.SIGINT)
+        return tokenize(*args)
+
+    monkeypatch.setattr(session.lib, "llama_tokenize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.check_text(session, "word " * 1_000_000, 10**6)
+    assert len(pieces) == 1
 
 
 def test_stream_gives_whole_characters_only(session: engine.Session) -> None:

@@ -236,9 +236,17 @@ def test_the_command(
         code, _, err = run("convert", *args)
         assert code == wrong and fault in err
     assert run("convert", folder, "--force", "--outtype", "f16")[0] == 0
+    whole = Path(os.environ["FAKE_GGUF"]).read_bytes()
+    monkeypatch.setenv("FAKE_GGUF", str(tmp_path / "of-another-config"))
+    Path("of-another-config").write_bytes(whole.replace(b"blk.0.ffn_up", b"blk.7.ffn_up"))
+    code, _, err = run("convert", folder, "--out", "x.gguf")
+    assert code == 1 and str(folder) in err and "blk.0.ffn_up" in err and "config.json" in err
     _edit_config(folder, architectures=["EvilForCausalLM"])
     code, _, err = run("convert", folder, "--out", "x.gguf")
-    assert code == 1 and "EvilForCausalLM" in err
+    assert code == 1 and "EvilForCausalLM" in err and not Path("x.gguf").exists()
+    monkeypatch.setattr(system, "IS_WINDOWS", True)
+    code, _, err = run("convert", folder, "--out", "x.gguf")
+    assert code == 2 and "Windows" in err and "hint:" in err
 
 
 def test_a_repository(

@@ -182,6 +182,7 @@ LIES: dict[str, tuple[Change, str]] = {
     "epsilon NaN": (_key("llama.attention.layer_norm_rms_epsilon", 6, NAN), "cannot be nan"),
     "token twice": (_token(9, b"<0x05>"), "260 tokens, but 259 different"),
     "byte missing": (_token(9, b"x!"), "stands for the byte <0x06>"),
+    "encoder": (_key("general.architecture", 8, b"neo-bert"), "neo-bert writes no text"),
     "bert": (_key("tokenizer.ggml.model", 8, b"bert"), "vocabulary of BERT"),
     "alignment 16": (_key("general.alignment", 4, 16), "aligned to less than 32|its place"),
     "odd RoPE": (_key("llama.rope.dimension_count", 4, 31), "rope.dimension_count is 31"),

@@ -17,7 +17,7 @@ from pyorch import engine
 from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
 from pyorch.models.geometry import geometry
-from pyorch.models.gguf_checks import WHOLE_ROPE
+from pyorch.models.gguf_checks import TEXTLESS, WHOLE_ROPE
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.layers import INTERVALS, WHY_DENSE, WINDOWS, Windows, recurrent, windows
 
@@ -52,6 +52,13 @@ def test_tables_are_those_of_the_source(unpacked: Callable[[str], Path]) -> None
     assert ours == {a: x for a, x in periods.items() if a not in OTHERS}
     assert intervals == INTERVALS
     assert whole_rope == WHOLE_ROPE
+    model = (upstream / "llama-model.cpp").read_text()
+    no_cache = re.search(r"::create_memory\(.*?res = nullptr", model, re.DOTALL)
+    diffusion = re.search(r"bool llm_arch_is_diffusion.*?return true", arch, re.DOTALL)
+    assert no_cache and diffusion
+    cases = [set(re.findall(r"LLM_ARCH_(\w+)", found[0])) for found in (no_cache, diffusion)]
+    textless = {names[name.lower()] for name in cases[0] - cases[1]}
+    assert textless | {"llama-embed", "t5encoder"} == TEXTLESS
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,16 @@ def test_columns_that_matter_more_come_out_better(
     error = [np.abs(weights(p)[name] - matrices[name]) for p in (plain, aided)]
     assert error[1][:, ::8].mean() < 0.9 * error[0][:, ::8].mean()
     assert error[1].mean() > error[0].mean()
-    assert quantize(demo_model, low, "IQ2_XXS", imatrix=imatrix).bytes_after > 0
+    assert quantize(demo_model, low, "IQ2_XXS", imatrix=imatrix).unweighted == ()
+    few = {name: v for name, v in values.items() if not name.startswith("blk.1")}
+    imatrix = _imatrix(tmp_path / "few", few, old)
+    lacking = quantize(demo_model, tmp_path / "q.gguf", "Q4_0", imatrix=imatrix).unweighted
+    assert lacking and {name.split(".")[1] for name in lacking} <= {"1", "10", "11"}
+    other = {name.replace("blk", "layers"): v for name, v in values.items()}
+    imatrix = _imatrix(tmp_path / "other", other, old)
+    with pytest.raises(SparqError, match="other: ") as e:
+        quantize(demo_model, tmp_path / "r.gguf", "Q4_0", imatrix=imatrix)
+    assert e.value.hint and not list(tmp_path.glob("r.gguf*"))
 
 
 def test_what_is_wrong_is_named_and_leaves_what_is_there(demo_model: Path, tmp_path: Path) -> None:

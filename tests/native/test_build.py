@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -281,6 +282,20 @@ def test_a_second_build_waits_for_the_first(world: Path, killed: bool) -> None:
     assert (first.returncode == 0) is not killed and second.returncode == 0
     assert set(built) <= {"", str(build.find(OPTIONS))} and built[1]
     assert runs(world) == 1 + killed
+
+
+def test_a_build_waits_for_who_unpacks_the_same_bindings(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make wheels`, which holds another lock than builds do."""
+    thread = Thread(target=make)
+    with paths.locked(build.bindings()):
+        thread.start()
+        while thread.is_alive() and "waiting for process" not in capsys.readouterr().err:
+            time.sleep(0.01)
+        assert thread.is_alive() and not build.has_bindings()
+    thread.join()
+    assert build.has_bindings()
 
 
 def test_old_builds_are_deleted_but_none_of_another_kind(world: Path) -> None:

@@ -60,7 +60,9 @@ def test_it_removes_what_another_run_would_not_use(run: Run, current: Path) -> N
     assert after == {"path": str(paths.cache()), "bytes": before | {"old": 0}, "removed": 0}
 
 
-def test_it_asks(run: Run, current: Path) -> None:
+def test_it_asks(run: Run, current: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("YES", "ALL"):  # a variable that is left over removes nothing
+        monkeypatch.setenv(f"SPARQ_CLEAN_{name}", "1")
     code, _, err = run("clean")
     assert code == 1 and "--yes" in err
     assert run("clean", "models", stdin="n\n", terminal=True).code == 1

@@ -204,7 +204,8 @@ def measured(
     env = records.environment({x: native.built(stock=x == "stock") for x in of.libraries})
     recs = [] if force else records.load_all(file, keyed=True)
     # a folder may be that of several machines
-    runs = records.by_run(rec for rec in recs if _kind(rec["env"]) == _kind(env))
+    kind = records.kind_of(env)
+    runs = records.by_run(rec for rec in recs if records.kind_of(rec["env"]) == kind)
     groups = [g for i, g in enumerate(groups) if g not in groups[:i]]
 
     def known(group: Group) -> list[Record] | None:
@@ -246,11 +247,6 @@ def _name(group: Group, groups: Sequence[Group]) -> str:
     """What tells a group from the others."""
     case, others = records.case_of(group[0]), [records.case_of(g[0]) for g in groups]
     return ", ".join(f"{k} {v}" for k, v in case.items() if any(c.get(k) != v for c in others))
-
-
-def _kind(env: records.Environment) -> list[Any]:
-    """What two machines of a kind have in common."""
-    return [env["machine"].get(x) for x in ("cpu", "cores", "gpu")]
 
 
 def _cost(group: Group) -> int:
