@@ -28,7 +28,7 @@ import numpy as np
 from bench import plot
 from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
 from pyorch import native
-from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
+from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.cli.bench.measurement import Done, Measurement
 from pyorch.cli.groups import option
 from pyorch.cli.terminal import note

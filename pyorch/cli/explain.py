@@ -8,7 +8,7 @@ from itertools import groupby
 
 import click
 
-from pyorch.attention import bytes as cost
+from pyorch.attention import cost
 from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import (

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
-from pyorch.attention.bytes import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
+from pyorch.attention.cost import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
 from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
