@@ -70,14 +70,14 @@ def points() -> list[tuple[str, str, str, policies.Method]]:
 def lines() -> str:
     """The lines that measure all points, with books that the model has not seen."""
     methods = " ".join(f"-a {spec}" for *_, spec in points())
-    found = [
+    commands = [
         f"sparq-cpp eval {task} -m models/demo/demo.gguf --text BOOKS --ctx {n_pos} -n {n} -t 1 "
         f"{methods} --out DIR"
         for task, (n_pos, n) in TASKS.items()
     ]
     to = "bench/results/MACHINE/" + FOLDER
-    found += [f"sparq-cpp eval pack DIR {to}", f"sparq-cpp eval table {to} > {to}.md"]
-    return "\n".join(found)
+    commands += [f"sparq-cpp eval pack DIR {to}", f"sparq-cpp eval table {to} > {to}.md"]
+    return "\n".join(commands)
 
 
 @click.command("ablations", context_settings=measurement.SETTINGS)
@@ -90,10 +90,10 @@ def command() -> None:
 
 
 def data(folder: Path) -> list[plot.Row]:
-    found = [s for task in TASKS for s in series.read(folder / FOLDER / f"{task}.jsonl")]
-    plot.need(found, "ablations", NEEDS)
+    results = [s for task in TASKS for s in series.read(folder / FOLDER / f"{task}.jsonl")]
+    plot.need(results, "ablations", NEEDS)
     out: list[plot.Row] = []
-    for group in series.by_setting(found):
+    for group in series.by_setting(results):
         rows = {r.method: r for r in table.rows(group)}
         for panel, line, point, spec in points():
             if r := rows.get(spec):

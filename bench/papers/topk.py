@@ -28,9 +28,9 @@ def scores(folder: Path) -> list[plot.Row]:
     """A row for each task, budget and k; k is None for dense."""
     out: list[plot.Row] = []
     for task in TASKS:
-        found = series.read(folder / BY_K / f"{task}.jsonl")
-        plot.need(found, task, NEEDS)
-        for r in table.rows(series.by_setting(found)[-1]):
+        results = series.read(folder / BY_K / f"{task}.jsonl")
+        plot.need(results, task, NEEDS)
+        for r in table.rows(series.by_setting(results)[-1]):
             if not isinstance(r.method, AttentionSpec):
                 continue
             sparse = r.method.sparse
@@ -69,9 +69,9 @@ def draw_scores(rows: Sequence[plot.Row]) -> Any:
 
 
 def needles(folder: Path) -> list[plot.Row]:
-    found = series.read(folder / NEEDLE / "needle.jsonl")
-    plot.need(found, "needle", NEEDS)
-    return figures.needle_rows(series.by_setting(found)[-1])
+    results = series.read(folder / NEEDLE / "needle.jsonl")
+    plot.need(results, "needle", NEEDS)
+    return figures.needle_rows(series.by_setting(results)[-1])
 
 
 SCORES = plot.Figure(

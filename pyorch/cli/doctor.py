@@ -111,7 +111,8 @@ def _built() -> tuple[Facts, Facts]:
                 facts["variant"] = f"{stamp['isa'][0]}, of {', '.join(stamp['ranked'])}"
 
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
-    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.find_nvcc() or cuda.wanted() else []
+    if cuda.find_nvcc() or cuda.is_preferred():
+        kinds.append(build.Options(cuda=cuda.archs(None)))
     for options in kinds:
         add(options.name, build.find(options))
     try:

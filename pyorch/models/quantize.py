@@ -109,7 +109,7 @@ def _run(argv: children.Argv, source: Path, progress: Progress, lock: int) -> li
     """
     lines = []
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with children.running(argv, **system.given(lock), **output) as child:
+    with children.running(argv, **system.inherit(lock), **output) as child:
         for line in children.lines(child.stdout):
             if match := re.match(r"\[ *(\d+)/ *(\d+)\] ", line):
                 progress(int(match[1]) - 1, int(match[2]))
