@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pyorch import paths
 from pyorch.attention.spec import parse_spec
-from pyorch.engine import document_file, sparse
+from pyorch.engine import c_functions, document_file
 from pyorch.engine.attention import info
 from pyorch.engine.chat_template import ChatTemplate
 from pyorch.engine.decoding import check_length, forget, prefill, rewind
@@ -385,7 +385,9 @@ def _call(session: Session, name: str, *values: int | bytes) -> tuple[int, str]:
         SparqError: it failed, or it is a stock library.
     """
     types = [ctypes.c_void_p, *_FUNCTIONS[name], ctypes.c_char_p, ctypes.c_size_t]
-    function = sparse.function(session.lib, f"llama_sparse_document_{name}", ctypes.c_int64, *types)
+    function = c_functions.function(
+        session.lib, f"llama_sparse_document_{name}", ctypes.c_int64, *types
+    )
     text = ctypes.create_string_buffer(4096)
     with session.library.call() as call:
         n = function(session.ctx, *values, text, len(text))
