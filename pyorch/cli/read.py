@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from pyorch import paths
-from pyorch.attention.bytes import CELLS
+from pyorch.attention.cost import CELLS
 from pyorch.attention.spec import parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli import streams

@@ -58,8 +58,8 @@ def of_nodes(*kinds: str, proc: Path = PROC, nodes: Path = NODES) -> int | None:
         lines = [s for n in allowed for s in (nodes / f"node{n}/meminfo").read_text().splitlines()]
     except (OSError, ValueError, IndexError, StopIteration):
         return None
-    found = (line.split()[2:4] for line in lines)  # Node 0 MemFree: 123 kB
-    return sum(int(n) * 1024 for kind, n in found if kind.rstrip(":") in kinds)
+    entries = (line.split()[2:4] for line in lines)  # Node 0 MemFree: 123 kB
+    return sum(int(n) * 1024 for kind, n in entries if kind.rstrip(":") in kinds)
 
 
 _PROGRAM = 512 << 20  # of address space: libraries, stacks, other buffers; 430 MiB were measured

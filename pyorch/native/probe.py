@@ -67,8 +67,8 @@ def find_compiler() -> Compiler | None:
         pairs = [("cc", "c++"), ("gcc", "g++"), ("clang", "clang++")]
     for cc, cxx in pairs:
         if all(command.split() and shutil.which(shlex.split(command)[0]) for command in (cc, cxx)):
-            said = [run([*shlex.split(command), "--version"]).stdout for command in (cc, cxx)]
-            lines = [(text.splitlines() or ["unknown version"])[0] for text in said]
+            outputs = [run([*shlex.split(command), "--version"]).stdout for command in (cc, cxx)]
+            lines = [(text.splitlines() or ["unknown version"])[0] for text in outputs]
             return Compiler(cc, cxx, "; ".join(lines))
     return None
 
@@ -195,9 +195,9 @@ def probe(compiler: Compiler, native: bool) -> Probe:
         folder = Path(temp)
         code = "#include <string_view>\n#include <thread>\nint main() {\n"
         code += 'std::thread t([] {}); t.join(); return std::string_view("x").size() - 1; }\n'
-        said = _compile(compiler.cxx, folder / "cxx.cpp", code, ["-std=c++17", "-pthread"])
-        if said:
-            raise SparqError(f"{compiler.cxx} cannot build a C++17 program: {said}", _INSTALL)
+        error = _compile(compiler.cxx, folder / "cxx.cpp", code, ["-std=c++17", "-pthread"])
+        if error:
+            raise SparqError(f"{compiler.cxx} cannot build a C++17 program: {error}", _INSTALL)
         if run([str(folder / "cxx")]).returncode != 0:
             raise SparqError(
                 f"the program that {compiler.cxx} made in {folder.parent} does not run",
@@ -216,11 +216,11 @@ def probe(compiler: Compiler, native: bool) -> Probe:
     return Probe(tuple(isa), tuple(flags), off, openmp)
 
 
-def without(found: Probe, feature: str, why: str) -> Probe:
+def without(cpu: Probe, feature: str, why: str) -> Probe:
     """The same machine with a feature switched off: an instruction set, or a part of ggml."""
     switches = next((s for name, _, s, _ in _X86 if name == feature), [])
-    isa = tuple(name for name in found.isa if name != feature)
-    return Probe(isa, (*found.flags, *switches), {**found.off, feature: why}, found.openmp)
+    isa = tuple(name for name in cpu.isa if name != feature)
+    return Probe(isa, (*cpu.flags, *switches), {**cpu.off, feature: why}, cpu.openmp)
 
 
 def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
@@ -230,8 +230,8 @@ def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], 
     for i, (_, macro, _, statement) in enumerate(_X86):
         code += f"#ifdef {macro}\n  case {i}: {{ {statement} break; }}\n#endif\n"
     code += "  default: return 3;\n  }\n  w = v;\n  return 0;\n}\n"
-    if said := _compile(compiler.cc, folder / "isa.c", code, ["-march=native", "-D_GNU_SOURCE"]):
-        return [], [], {"isa probe": f"did not compile: {said}"}
+    if error := _compile(compiler.cc, folder / "isa.c", code, ["-march=native", "-D_GNU_SOURCE"]):
+        return [], [], {"isa probe": f"did not compile: {error}"}
     isa, flags, off = [], [], {}
     for i, (name, _, switches, _) in enumerate(_X86):
         status = run([str(folder / "isa"), str(i)]).returncode
