@@ -26,8 +26,8 @@ FIGURES = {
 
 
 def figure(name: str) -> plot.Figure:
-    found: plot.Figure = resolve_name(FIGURES[name])
-    return found
+    made: plot.Figure = resolve_name(FIGURES[name])
+    return made
 
 
 @click.command("draw", context_settings=measurement.SETTINGS)

@@ -16,7 +16,7 @@
 //                make_coef, and the address of a thread's codes in score
 //     llama/     sparse-seal.cpp: matches (unpacking), if a code may lie in two bytes; the comments of llama-sparse.h
 //     texts      SEAL in ggml-sparse.h, the types at the top of cpu/sparse-work.h, docs/glossary.md, docs/numerics.md (11a)
-//     pyorch/    attention/spec.py: SHADOWS; attention/bytes.py
+//     pyorch/    attention/spec.py: SHADOWS; attention/cost.py
 //     tests/     ops/test_quant.py: BITS, Shadow.code, the rounding that is allowed; e2e/nodes.py likewise; bench/gpu/attention.py
 //
 //   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line

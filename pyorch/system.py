@@ -72,7 +72,7 @@ if sys.platform == "win32":
         """This process leaves no memory dump when it dies, and shows no window."""
         _KERNEL.SetErrorMode(0x0003)
 
-    def given(*fds: int) -> dict[str, Any]:
+    def inherit(*fds: int) -> dict[str, Any]:
         """The arguments of `Popen` with which a child holds these files too. Here none does."""
         return {}
 
@@ -154,7 +154,7 @@ else:
         """This process leaves no memory dump when it dies."""
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    def given(*fds: int) -> dict[str, Any]:
+    def inherit(*fds: int) -> dict[str, Any]:
         """The arguments of `Popen` with which a child holds these files too, and their locks."""
         return {"pass_fds": fds}
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from bench.gpu.tokens import depths, layers, like, quant, random_tokens, shared, timed
 from pyorch import engine
-from pyorch.attention import bytes as cost
+from pyorch.attention import cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli.bench.measurement import Done, Measurement, number_option, specs_option
 from pyorch.cli.groups import option, several

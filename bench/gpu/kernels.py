@@ -28,7 +28,7 @@ import numpy as np
 from bench import plot
 from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
 from pyorch import native
-from pyorch.attention.bytes import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
+from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.cli.bench.measurement import Done, Measurement
 from pyorch.cli.groups import option
 from pyorch.cli.terminal import note
@@ -362,9 +362,9 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     lines, x = plot.Names(), "positions"
     for i, model in enumerate(models):
         times, gains = axes[2 * i : 2 * i + 2]
-        here = [r for r in rows if r["model"] == model]
-        one = [r for r in here if r["batch"] == 1]
-        many = [r for r in here if r["batch"] > 1]
+        of_model = [r for r in rows if r["model"] == model]
+        one = [r for r in of_model if r["batch"] == 1]
+        many = [r for r in of_model if r["batch"] > 1]
         lines.each(times, one, x, "layer_ms", _COLOURS, "layer_ms_p10", "layer_ms_p90")
         lines.each(gains, one, x, "speedup", ours)
         lines.each(gains, many, x, "speedup", ours, named=False, fmt="D")
@@ -373,8 +373,8 @@ def draw(rows: Sequence[plot.Row]) -> Any:
             points = paper.points("gpu_attention", f"A100: speed-up at batch {batch}")
             gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
         for ax in (times, gains):
-            plot.positions_axis(ax, [r[x] for r in here])
-        plot.decades(times, [r["layer_ms"] for r in here])
+            plot.positions_axis(ax, [r[x] for r in of_model])
+        plot.decades(times, [r["layer_ms"] for r in of_model])
         times.set(ylabel="ms per token and layer", title=f"heads of {model}")
         title = "speed-up (dotted: by bytes)"
         gains.set(ylabel="times faster than best dense", ylim=(0, None), title=title)

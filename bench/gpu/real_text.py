@@ -46,54 +46,54 @@ def command(options: TextOptions) -> None:
     if not engine.library().gpu_devices():
         raise SparqError("no GPU is here", "sparq-cpp doctor says why")
     with (
-        engine.load_model(model, kv_offload=False) as there,
-        engine.load_model(model, n_gpu_layers=0) as here,
+        engine.load_model(model, kv_offload=False) as on_gpu,
+        engine.load_model(model, n_gpu_layers=0) as on_cpu,
     ):
-        prompt = engine.tokenize(there, text)[:n_prompt]
+        prompt = engine.tokenize(on_gpu, text)[:n_prompt]
         if len(prompt) < n_prompt:
             raise SparqError(f"the pages have {len(prompt)} tokens", "a smaller --n-prompt")
         n_ctx = n_prompt + n_gen
-        with there.session(n_ctx=n_ctx, attention=OFF) as s:
+        with on_gpu.session(n_ctx=n_ctx, attention=OFF) as s:
             started = time.perf_counter()
             engine.prefill(s, prompt[:-1])
             note(f"{n_prompt} tokens of a prompt: {time.perf_counter() - started:.1f} s")
             state = (ctypes.c_uint8 * s.lib.llama_state_get_size(s.ctx))()
             s.lib.llama_state_get_data(s.ctx, state, len(state))
 
-        def run(model: engine.Model, spec: str, given: Sequence[int]) -> np.ndarray:
+        def run(model: engine.Model, spec: str, forced: Sequence[int]) -> np.ndarray:
             """The logits after the last token of the prompt and after those that are given, or
             after the most likely ones: (n_gen, vocabulary)."""
-            found: list[np.ndarray] = []
+            rows: list[np.ndarray] = []
             with model.session(n_ctx=n_ctx, attention=spec) as s:
                 if s.lib.llama_state_set_data(s.ctx, state, len(state)) != len(state):
                     raise SparqError("the state of the prompt was not taken")
                 s.tokens = prompt[:-1]
                 for i in range(n_gen):
-                    before = given[i - 1] if given else int(found[-1].argmax()) if i else 0
+                    before = forced[i - 1] if forced else int(rows[-1].argmax()) if i else 0
                     engine.decode(s, before if i else prompt[-1])
-                    found.append(engine.logits(s))
+                    rows.append(engine.logits(s))
                 ms = 1e3 * statistics.median(s.timings.decode_s)
-                where = "CPU" if model is here else "GPU"
+                where = "CPU" if model is on_cpu else "GPU"
                 note(f"{spec} on the {where}: {ms:.1f} ms per token")
                 if spec == OURS and not engine.info(s).counters["calls_sparse"]:
                     raise SparqError("no layer was sparse", f"more than --n-prompt {n_prompt}")
-            return np.array(found)
+            return np.array(rows)
 
-        ours = run(here, OURS, [])
+        ours = run(on_cpu, OURS, [])
         tokens = ours.argmax(1).tolist()
-        ours_there = run(there, OURS, tokens)
-        off = run(here, OFF, tokens), run(there, OFF, tokens)
+        ours_there = run(on_gpu, OURS, tokens)
+        off = run(on_cpu, OFF, tokens), run(on_gpu, OFF, tokens)
     moved = compare(OFF, *off)[1]
     lead, _ = compare(OURS, ours, ours_there)
     if lead > 2 * moved:
         raise SparqError(f"a token differs that leads by {lead:.2f}, more than rounding moves two")
 
 
-def compare(spec: str, here: np.ndarray, there: np.ndarray) -> tuple[float, float]:
+def compare(spec: str, on_cpu: np.ndarray, on_gpu: np.ndarray) -> tuple[float, float]:
     """The greatest lead of a token that the GPU does not choose, and by how much logits differ at
     most. Both are (token, vocabulary)."""
-    at, a, b = np.arange(len(here)), here.argmax(1), there.argmax(1)
-    lead, moved = float((here[at, a] - here[at, b]).max()), float(np.abs(here - there).max())
+    at, a, b = np.arange(len(on_cpu)), on_cpu.argmax(1), on_gpu.argmax(1)
+    lead, moved = float((on_cpu[at, a] - on_cpu[at, b]).max()), float(np.abs(on_cpu - on_gpu).max())
     same = (a == b).sum()
     print(f"{spec}: {same} of {len(a)} tokens are the CPU's, logits differ by {moved:.2g}")
     return lead, moved

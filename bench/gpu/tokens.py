@@ -147,12 +147,12 @@ def _in_turns(recs: Sequence[Record]) -> list[tuple[list[Record], float]]:
     """The records that were measured in turns, and the median of their `off` in nanoseconds, nan
     without one. They are those of a run or, of records from before there were runs, those whose
     cases differ in the attention alone."""
-    found: dict[str, list[Record]] = {}
+    runs: dict[str, list[Record]] = {}
     for rec in recs:
-        found.setdefault(rec.get("run") or str({**rec["case"], "spec": ""}), []).append(rec)
-    offs = [[r for r in some if r["case"]["spec"] == str(OFF)] for some in found.values()]
+        runs.setdefault(rec.get("run") or str({**rec["case"], "spec": ""}), []).append(rec)
+    offs = [[r for r in some if r["case"]["spec"] == str(OFF)] for some in runs.values()]
     dense = (records.spread(off[-1]["samples_ns"])[0] if off else math.nan for off in offs)
-    return [*zip(found.values(), dense, strict=True)]
+    return [*zip(runs.values(), dense, strict=True)]
 
 
 def table(recs: Sequence[Record]) -> str:
@@ -171,11 +171,11 @@ def table(recs: Sequence[Record]) -> str:
 def data(folder: Path) -> list[plot.Row]:
     """A row for each length and attention of all of Llama-2-7B in f16, the last that were measured
     in turns with `off`."""
-    wanted = {"like": "llama2-7b", "quant": "f16", "n_layer": synth.shape_like("llama2-7b").n_layer}
+    shape = {"like": "llama2-7b", "quant": "f16", "n_layer": synth.shape_like("llama2-7b").n_layer}
     last: dict[tuple[int, str], tuple[Record, float]] = {}
     for some, dense in _in_turns(records.load_all(folder / FILE)):
         for rec in some:
-            if rec["case"].items() >= wanted.items() and not math.isnan(dense):
+            if rec["case"].items() >= shape.items() and not math.isnan(dense):
                 last[rec["case"]["n_depth"], rec["case"]["spec"]] = rec, dense
     plot.need([*last], "decoded tokens of llama2-7b f16 on a GPU", NEEDS)
     rows = []

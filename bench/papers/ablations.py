@@ -70,14 +70,14 @@ def points() -> list[tuple[str, str, str, policies.Method]]:
 def lines() -> str:
     """The lines that measure all points, with books that the model has not seen."""
     methods = " ".join(f"-a {spec}" for *_, spec in points())
-    found = [
+    commands = [
         f"sparq-cpp eval {task} -m models/demo/demo.gguf --text BOOKS --ctx {n_pos} -n {n} -t 1 "
         f"{methods} --out DIR"
         for task, (n_pos, n) in TASKS.items()
     ]
     to = "bench/results/MACHINE/" + FOLDER
-    found += [f"sparq-cpp eval pack DIR {to}", f"sparq-cpp eval table {to} > {to}.md"]
-    return "\n".join(found)
+    commands += [f"sparq-cpp eval pack DIR {to}", f"sparq-cpp eval table {to} > {to}.md"]
+    return "\n".join(commands)
 
 
 @click.command("ablations", context_settings=measurement.SETTINGS)
@@ -90,10 +90,10 @@ def command() -> None:
 
 
 def data(folder: Path) -> list[plot.Row]:
-    found = [s for task in TASKS for s in series.read(folder / FOLDER / f"{task}.jsonl")]
-    plot.need(found, "ablations", NEEDS)
+    results = [s for task in TASKS for s in series.read(folder / FOLDER / f"{task}.jsonl")]
+    plot.need(results, "ablations", NEEDS)
     out: list[plot.Row] = []
-    for group in series.by_setting(found):
+    for group in series.by_setting(results):
         rows = {r.method: r for r in table.rows(group)}
         for panel, line, point, spec in points():
             if r := rows.get(spec):
@@ -107,18 +107,18 @@ def draw(rows: Sequence[plot.Row]) -> Any:
     tasks = [t for t in TASKS if any(r["task"] == t for r in rows)]
     figure, axes = plot.panels(3, len(tasks), width=3.9, height=3.2)
     for i, task in enumerate(tasks):
-        here = [r for r in rows if r["task"] == task]
-        dense = next(r for r in here if r["line"] == "dense")
+        of_task = [r for r in rows if r["task"] == task]
+        dense = next(r for r in of_task if r["line"] == "dense")
         left, middle, right = axes[3 * i : 3 * i + 3]
         for ax in (left, middle, right):
             if task == "fidelity":
-                plot.decades(ax, [x for r in here if r["panel"] for x in (r["low"], r["high"])])
+                plot.decades(ax, [x for r in of_task if r["panel"] for x in (r["low"], r["high"])])
                 ax.set_ylabel("KL to dense (nats)")
             else:
                 ax.axhline(dense["score"], color=plot.PAPER, linewidth=1, linestyle="--")
                 ax.axhspan(dense["low"], dense["high"], color=plot.PAPER, alpha=0.12)
                 ax.set(ylabel="characters recited", ylim=(0, CHARS))
-        at = sorted((r | {"bytes": 100 * r["share"]} for r in here), key=lambda r: r["bytes"])
+        at = sorted((r | {"bytes": 100 * r["share"]} for r in of_task), key=lambda r: r["bytes"])
         lines, ranks = plot.Names(), dict(zip((f"r = {r}" for r in RANKS), _LINES, strict=True))
         for ax, panel, colours in ((left, "a", _COLOURS), (right, "c", ranks)):
             rows_of = [r for r in at if r["panel"] == panel]
@@ -127,7 +127,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         recipe = [r for r in at if r["panel"] == "c" and r["point"] == "128"]
         more: dict[str, Any] = {"fmt": "D", "markersize": 8, "markerfacecolor": "none"}
         lines.each(right, recipe, "bytes", "score", ranks, by="line", named=False, **more)
-        _temperatures(middle, here)
+        _temperatures(middle, of_task)
         if i == 0:
             middle.legend(frameon=False, fontsize=8)
         for ax, title in ((left, "what finds the positions"), (right, "rank x k")):
@@ -141,10 +141,10 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 
 def _temperatures(ax: Any, rows: Sequence[plot.Row]) -> None:
     """A group of points for each configuration."""
-    here = [r for r in rows if r["panel"] == "b"]
-    groups = list(dict.fromkeys(r["point"] for r in here))
+    of_task = [r for r in rows if r["panel"] == "b"]
+    groups = list(dict.fromkeys(r["point"] for r in of_task))
     for j, name in enumerate(TAUS):
-        line = [r for r in here if r["line"] == name]
+        line = [r for r in of_task if r["line"] == name]
         x = [groups.index(r["point"]) + (j - 2) / 7 for r in line]
         bars = [[r["score"] - r["low"] for r in line], [r["high"] - r["score"] for r in line]]
         ax.errorbar(x, [r["score"] for r in line], bars, fmt="o", color=_COLOURS[name], label=name)

@@ -23,9 +23,9 @@ METHODS = {
 
 
 def data(folder: Path) -> list[plot.Row]:
-    found = series.read(folder / FILE)
-    plot.need(found, "repetition", NEEDS)
-    base, *others = series.by_setting(found)[-1]
+    results = series.read(folder / FILE)
+    plot.need(results, "repetition", NEEDS)
+    base, *others = series.by_setting(results)[-1]
     out: list[plot.Row] = []
     for name, (line, _) in METHODS.items():
         for s in others:
@@ -40,22 +40,22 @@ def data(folder: Path) -> list[plot.Row]:
     return out
 
 
-def share(found: series.Series, dense: series.Series) -> tuple[float, float, float]:
+def share(mine: series.Series, dense: series.Series) -> tuple[float, float, float]:
     """The mean over dense's mean for the same passages, in %, and its 95 % interval."""
 
     def of(i: np.ndarray) -> float:
-        return 100 * float(found.scores[i].mean() / dense.scores[i].mean())
+        return 100 * float(mine.scores[i].mean() / dense.scores[i].mean())
 
-    return stats.jackknife(of, len(found.scores), found.texts)
+    return stats.jackknife(of, len(mine.scores), mine.texts)
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
     figure, (ax,) = plot.panels()
     lines = plot.Names()
     for name, (_, colour) in METHODS.items():
-        here = [r for r in rows if r["method"] == name]
-        theirs = [r for r in here if r["model"] in MODELS]
-        ours = sorted((r for r in here if r not in theirs), key=lambda r: r["x"])
+        of_method = [r for r in rows if r["method"] == name]
+        theirs = [r for r in of_method if r["model"] in MODELS]
+        ours = sorted((r for r in of_method if r not in theirs), key=lambda r: r["x"])
         lines.line(ax, name, ours, "x", "y", ("low", "high"), color=colour, elinewidth=1)
         ax.plot([r["x"] for r in theirs], [r["y"] for r in theirs], "o", color=colour,
                 markerfacecolor="none", markersize=7)  # fmt: skip

@@ -28,9 +28,9 @@ def scores(folder: Path) -> list[plot.Row]:
     """A row for each task, budget and k; k is None for dense."""
     out: list[plot.Row] = []
     for task in TASKS:
-        found = series.read(folder / BY_K / f"{task}.jsonl")
-        plot.need(found, task, NEEDS)
-        for r in table.rows(series.by_setting(found)[-1]):
+        results = series.read(folder / BY_K / f"{task}.jsonl")
+        plot.need(results, task, NEEDS)
+        for r in table.rows(series.by_setting(results)[-1]):
             if not isinstance(r.method, AttentionSpec):
                 continue
             sparse = r.method.sparse
@@ -44,13 +44,13 @@ def scores(folder: Path) -> list[plot.Row]:
 def draw_scores(rows: Sequence[plot.Row]) -> Any:
     figure, axes = plot.panels(len(TASKS), width=3.3, height=3.2)
     for ax, (task, category) in zip(axes, TASKS.items(), strict=True):
-        here = [r for r in rows if r["task"] == task]
+        of_task = [r for r in rows if r["task"] == task]
         lines = plot.Names()
         for budget, colour in BUDGETS.items():
-            line = sorted((r for r in here if r["budget"] == budget), key=lambda r: r["k"])
+            line = sorted((r for r in of_task if r["budget"] == budget), key=lambda r: r["k"])
             lines.line(ax, "", line, "k", "score", ("low", "high"), color=colour, band=True)
             ax.plot([], [], "o-", color=colour, label=f"k {budget}")
-        (dense,) = (r for r in here if r["budget"] == "all")
+        (dense,) = (r for r in of_task if r["budget"] == "all")
         ax.axhline(
             dense["score"], color=plot.PAPER, linestyle="--", linewidth=1, label="all positions"
         )
@@ -58,7 +58,7 @@ def draw_scores(rows: Sequence[plot.Row]) -> Any:
         at = share / 100 * dense["ctx"]
         ax.plot(at, part / 100 * dense["score"], "o", color=plot.PAPER, markerfacecolor="none",
                 markersize=8, label=f"the paper's k for {part:g} % of it")  # fmt: skip
-        ks = sorted({r["k"] for r in here if r["k"]})
+        ks = sorted({r["k"] for r in of_task if r["k"]})
         ax.set_xscale("log", base=2)
         ax.set_xlim(min(at, ks[0]) / 1.3, max(at, ks[-1]) * 1.3)
         plot.x_ticks(ax, ks, [str(k) for k in ks])
@@ -69,9 +69,9 @@ def draw_scores(rows: Sequence[plot.Row]) -> Any:
 
 
 def needles(folder: Path) -> list[plot.Row]:
-    found = series.read(folder / NEEDLE / "needle.jsonl")
-    plot.need(found, "needle", NEEDS)
-    return figures.needle_rows(series.by_setting(found)[-1])
+    results = series.read(folder / NEEDLE / "needle.jsonl")
+    plot.need(results, "needle", NEEDS)
+    return figures.needle_rows(series.by_setting(results)[-1])
 
 
 SCORES = plot.Figure(

@@ -64,9 +64,9 @@ def _table(model: str, threads: int, rows: Sequence[plot.Row]) -> str:
         points.append((r["n_depth"], r["median_ns"]))
     fits: dict[str, list[tuple[float, float, float]]] = {}  # per round: slope, at 0, share
     for lines in rounds.values():
-        found = {name: slope(points) for name, points in lines.items()}
-        best = min(a for name, (a, _) in found.items() if name.startswith("stock"))
-        for name, (a, b) in found.items():
+        fit = {name: slope(points) for name, points in lines.items()}
+        best = min(a for name, (a, _) in fit.items() if name.startswith("stock"))
+        for name, (a, b) in fit.items():
             fits.setdefault(name, []).append((a, b, 100 * a / best))
     body = []
     for name, of_rounds in fits.items():

@@ -106,7 +106,9 @@ def measure(o: PromptOptions, cases: Sequence[PromptCase], done: Done) -> list[R
     depths = sorted({c.n_depth for c in cases})
     n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
     first = cases[0]
-    found: dict[PromptCase, dict[str, Any]] = {c: {"samples_ns": [], "counters": {}} for c in cases}
+    results: dict[PromptCase, dict[str, Any]] = {
+        c: {"samples_ns": [], "counters": {}} for c in cases
+    }
     with engine.load_model(o.model, repack=first.repack) as loaded:
         tokens = engine.tokenize(loaded, o.text)
         if len(tokens) < depths[-1] + CHUNK:
@@ -136,22 +138,22 @@ def measure(o: PromptOptions, cases: Sequence[PromptCase], done: Done) -> list[R
             for s in stock.values():
                 if depth:
                     state.fill(s, depth)
-            here = [c for c in cases if c.n_depth == depth]
-            for turn in range(here[0].n_samples):
-                for case in here[:: -1 if turn % 2 else 1]:
+            of_depth = [c for c in cases if c.n_depth == depth]
+            for turn in range(of_depth[0].n_samples):
+                for case in of_depth[:: -1 if turn % 2 else 1]:
                     s = ours if case.spec != OFF else stock[case.flash_attn]
-                    _time(s, case, tokens[depth : depth + CHUNK], found[case])
+                    _time(s, case, tokens[depth : depth + CHUNK], results[case])
         for s in (ours, *stock.values()):
             s.close()
-    refuse_idle(found)
-    return [result | {"model_name": model_name(o.model)} for result in found.values()]
+    refuse_idle(results)
+    return [result | {"model_name": model_name(o.model)} for result in results.values()]
 
 
-def refuse_idle(found: Mapping[PromptCase, Result]) -> None:
+def refuse_idle(results: Mapping[PromptCase, Result]) -> None:
     """Raises:
     SparqError: our attention did not read a prompt as a case says, or read none sparsely.
     """
-    for c, r in found.items():
+    for c, r in results.items():
         if c.spec == OFF:
             continue
         if not r["counters"]["calls_prefill"]:
@@ -159,13 +161,13 @@ def refuse_idle(found: Mapping[PromptCase, Result]) -> None:
         if c.spec.prompt == "fast" and c.n_depth and not r["counters"]["blocks_fast"]:
             hint = "this CPU has neither VNNI nor NEON's dot product"
             raise SparqError(f"{c.spec} was not fast after {c.n_depth} positions", hint)
-    chosen = [r["counters"] for c, r in found.items() if c.spec.prompt == "sparse"]
+    chosen = [r["counters"] for c, r in results.items() if c.spec.prompt == "sparse"]
     if chosen and not any(c["prompt_read"] < c["prompt_visible"] for c in chosen):
         raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
 
 
 def _time(
-    s: engine.Session, case: PromptCase, tokens: Sequence[int], found: dict[str, Any]
+    s: engine.Session, case: PromptCase, tokens: Sequence[int], results: dict[str, Any]
 ) -> None:
     engine.set_attention(s, case.spec)
     engine.prefill(s, tokens[:WARM])
@@ -173,9 +175,9 @@ def _time(
     engine.reset_counters(s)
     started = time.perf_counter_ns()
     engine.prefill(s, tokens)
-    found["samples_ns"].append(time.perf_counter_ns() - started)
+    results["samples_ns"].append(time.perf_counter_ns() - started)
     counters = engine.info(s).counters  # llama.cpp's attention counts nothing
-    found["counters"] = {x: int(counters.get(x, 0)) for x in COUNTERS}
+    results["counters"] = {x: int(counters.get(x, 0)) for x in COUNTERS}
     engine.rewind(s, case.n_depth)
 
 
@@ -203,14 +205,14 @@ def best_of(lines: Sequence[Line], n: int) -> float:
 
 
 def lines(recs: Sequence[Record]) -> list[Line]:
-    found: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    results: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
     for rec in recs:
         case = records.read_case(PromptCase, rec)
-        at = found.setdefault((case.spec, case.flash_attn), [])
+        at = results.setdefault((case.spec, case.flash_attn), [])
         at.append((case.n_depth, records.spread(rec["samples_ns"])[0] / 1e9))
     return [
         Line(name_of(spec, fa), *map(tuple, zip(*sorted(points), strict=True)))
-        for (spec, fa), points in found.items()
+        for (spec, fa), points in results.items()
     ]
 
 
@@ -267,7 +269,7 @@ def data(folder: Path) -> list[plot.Row]:
     ]
     plot.need(runs, "the time of prompts", NEEDS)
     recs = list(runs[-1].values())
-    found = lines(recs)
+    results = lines(recs)
     return [
         {
             "model": recs[0]["model_name"],
@@ -275,9 +277,9 @@ def data(folder: Path) -> list[plot.Row]:
             "tokens": depth,
             "attention": x.name,
             "seconds": x.whole(i),
-            "speedup": best_of(found, i) / x.whole(i),
+            "speedup": best_of(results, i) / x.whole(i),
         }
-        for x in found
+        for x in results
         for i, depth in enumerate(x.depths)
         if depth
     ]

@@ -44,7 +44,7 @@ def measure(o: ServerOptions, group: Sequence[ServerCase], done: Done) -> list[R
     Raises:
         SparqError: the book is too short, a server failed, or a reply of ours was not sparse.
     """
-    found: list[dict[str, Any]] = [{"samples": [], "first_s": [], "between_s": []} for _ in group]
+    results: list[dict[str, Any]] = [{"samples": [], "first_s": [], "between_s": []} for _ in group]
     case, n_steps = group[0], len(group) * (group[0].n_rounds + 1)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -53,15 +53,15 @@ def measure(o: ServerOptions, group: Sequence[ServerCase], done: Done) -> list[R
             port = stack.enter_context(llama_server.running(c, o.model, logs / str(i)))
             running.append(Server(c, port, llama_server.prompts(port, o.text, c)))
             replies = running[-1].all_slots(2)
-            found[i]["first_s"] = [times[0] for times, _ in replies]
+            results[i]["first_s"] = [times[0] for times, _ in replies]
             done((i + 1) / n_steps)
         for turn in range(case.n_rounds):
             for i in range(len(group))[:: -1 if turn % 2 else 1]:
                 replies = running[i].all_slots(case.n_gen)
                 llama_server.check(group[i], [timings for _, timings in replies])
-                found[i]["samples"].append(tokens_per_s([times for times, _ in replies]))
+                results[i]["samples"].append(tokens_per_s([times for times, _ in replies]))
                 for times, _ in replies:
-                    found[i]["between_s"] += np.diff(times).tolist()
+                    results[i]["between_s"] += np.diff(times).tolist()
                 done((len(group) * (turn + 1) + i + 1) / n_steps)
     return [
         {
@@ -70,7 +70,7 @@ def measure(o: ServerOptions, group: Sequence[ServerCase], done: Done) -> list[R
             "first_s": r["first_s"],
             "between_s": {str(p): float(np.percentile(r["between_s"], p)) for p in PERCENTILES},
         }
-        for r in found
+        for r in results
     ]
 
 
@@ -89,11 +89,11 @@ def tokens_per_s(replies: Sequence[Times]) -> float:
 
 def rows(recs: Sequence[Record]) -> list[Row]:
     """A row for each kind of server of one run."""
-    found = [(records.read_case(ServerCase, r), r) for r in recs]
-    rate = {c.name: records.spread(r["samples"]) for c, r in found}
+    results = [(records.read_case(ServerCase, r), r) for r in recs]
+    rate = {c.name: records.spread(r["samples"]) for c, r in results}
     best = max(x[0] for name, x in rate.items() if name.startswith("llama.cpp"))
     out = []
-    for c, r in found:
+    for c, r in results:
         mid, low, high = rate[c.name]
         out.append(
             {

@@ -1,2 +1,2 @@
 """The settings of attention (`spec`), their one-line form (`line`), what `calibrate` found for a
-model (`saved`), and the bytes that a token reads (`bytes`)."""
+model (`saved`), and the bytes that a token reads (`cost`)."""

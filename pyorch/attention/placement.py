@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pyorch.attention import bytes as cost
+from pyorch.attention import cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
@@ -40,14 +40,14 @@ class Cache:
         """The bytes of each layer that has K and V of its own, the transposed K included: that of
         SparQ's default while attention reads everything, since it may be switched on later."""
         spec = self.spec if self.spec and self.spec.sparse else AttentionSpec("sparq")
-        found = {}
+        of_layer = {}
         for il in (il for il in self.geo.kv_layers if il < self.geo.n_own_cache):
             alone = tuple(n if i == il else 0 for i, n in enumerate(self.geo.n_head_kv))
             geo, cut = replace(self.geo, n_head_kv=alone), None if self.swa_full else self.n_batch
             n = cost.cache_bytes(geo, self.n_ctx, *self.types, cut)
             n += cost.shadow_bytes(geo, self.n_ctx, spec)
-            found[il] = n * self.n_sequences
-        return found
+            of_layer[il] = n * self.n_sequences
+        return of_layer
 
     def in_memory(self, free: int, layers: Collection[int]) -> tuple[int, ...]:
         """Those of the layers on a GPU whose K and V must stay in memory; () if all fit.

@@ -100,13 +100,13 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise nearest("method", str(self.method), METHODS)
-        for name in self._given:
+        for name in self._named:
             _check(name, getattr(self, name))
         if self.budget == "flat":
-            if twice := FLAT.keys() & self._given:
+            if twice := FLAT.keys() & self._named:
                 raise _idle(min(twice), "with budget=flat")
             self._set(budget="uniform", **FLAT)
-        for name in self._given:
+        for name in self._named:
             if why := self._why_idle(name):
                 raise _idle(name, why)
         if self.ratio == 1:
@@ -119,19 +119,19 @@ class AttentionSpec:
             object.__setattr__(self, name, value)  # the dataclass is frozen otherwise
 
     @property
-    def _given(self) -> list[str]:
+    def _named(self) -> list[str]:
         """The settings that are not the defaults."""
         return [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
 
     def _why_idle(self, name: str) -> str:
         """With or without what a setting changes nothing; "": it changes something."""
-        key, given = KEYS[name], self._given
+        key, named = KEYS[name], self._named
         need, _, word = key["needs"].partition("=")
         if self.method not in key["methods"]:
             return f"with {self.method}"
-        if key["excludes"] in given:
+        if key["excludes"] in named:
             return f"with {key['excludes']}"
-        if need and (need not in given or word not in ("", getattr(self, need))):
+        if need and (need not in named or word not in ("", getattr(self, need))):
             return f"without {key['needs']}"
         if name == "ratio" and self.topk and (self.rank or self.method == "topk"):
             return "with rank and topk" if self.rank else "with topk"

@@ -34,7 +34,7 @@ import numpy as np
 
 from pyorch import native, paths
 from pyorch.attention import line, saved
-from pyorch.attention.bytes import split
+from pyorch.attention.cost import split
 from pyorch.attention.spec import AttentionSpec, LayerK
 from pyorch.calibrate.meter import Measured, Meter, contexts
 from pyorch.engine import Session

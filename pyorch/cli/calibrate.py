@@ -67,50 +67,50 @@ class SearchOptions:
 @click.command()
 @opt.model_options
 @takes(context=SearchContext)
-@takes(wanted=SearchOptions)
+@takes(options=SearchOptions)
 @click.option("--show", is_flag=True, help="Show the result of an earlier run.")
 @opt.verbose_option
 def command(
-    model: opt.ModelOptions, context: SearchContext, wanted: SearchOptions, show: bool
+    model: opt.ModelOptions, context: SearchContext, options: SearchOptions, show: bool
 ) -> None:
     """Measure which k and rank each layer needs, and keep the result.
 
     All layers together read the bytes of a ratio. Other commands use the result with
     `--budget calibrated` and `--budget top-p`. An interrupted run continues where it stopped.
     """
-    if wanted.ratio == 1:
+    if options.ratio == 1:
         raise SparqError("ratio 1 is dense, without k and rank", "--ratio 1/8", exit_code=2)
     if show:
         path = model_path(model.model, model.yes)
     else:
         file = find_model(model.model, model.yes)
         path, model = file.path, replace(model, model=str(file.path))
-        result = _search(model, context, wanted, file.n_bytes)
+        result = _search(model, context, options, file.n_bytes)
         note(f"kept in {saved.save(path, result)}", "dim")
-    _print(saved.find(path, wanted.ratio, wanted.shadow))
+    _print(saved.find(path, options.ratio, options.shadow))
 
 
 def _search(
-    model: opt.ModelOptions, context: SearchContext, wanted: SearchOptions, n_bytes: int
+    model: opt.ModelOptions, context: SearchContext, options: SearchOptions, n_bytes: int
 ) -> saved.Result:
     from pyorch.calibrate import search
     from pyorch.evals.texts import read_texts
 
     # the size decides, not a clock, so that an interrupted run continues with the same numbers
     sizes = next((n, tokens) for most, n, tokens in SIZES if n_bytes < most)
-    n_contexts, n_tokens = wanted.contexts or sizes[0], wanted.tokens or sizes[1]
+    n_contexts, n_tokens = options.contexts or sizes[0], options.tokens or sizes[1]
     search.check_contexts(n_contexts)
     demo = paths.data("models") / "demo"
     bundled = [demo / "document.txt", demo / "story.txt"]
-    text = "\n\n".join(read_texts([Path(wanted.text)] if wanted.text else bundled))
+    text = "\n\n".join(read_texts([Path(options.text)] if options.text else bundled))
     n_pos = context.ctx or N_CTX
     context, load = replace(context, ctx=n_pos), opt.LoadOptions()
     with open_session(model, None, context, load, n_contexts) as session:
         return search.run(
             session,
             text,
-            ratio=wanted.ratio,
-            shadow=wanted.shadow,
+            ratio=options.ratio,
+            shadow=options.shadow,
             n_pos=n_pos,
             n_contexts=n_contexts,
             n_tokens=n_tokens,

@@ -47,8 +47,8 @@ def command(what: Sequence[str], everything: bool, yes: bool, as_json: bool) -> 
     Models of the hub are in its own cache (sparq-cpp models), and documents in a folder of theirs
     (sparq-cpp documents).
     """
-    found = contents()
-    sizes = {kind: sum(map(paths.size, held)) for kind, held in found.items()}
+    by_kind = contents()
+    sizes = {kind: sum(map(paths.size, held)) for kind, held in by_kind.items()}
     if not as_json:
         print(paths.cache())
         for kind, n_bytes in sizes.items():
@@ -61,7 +61,7 @@ def command(what: Sequence[str], everything: bool, yes: bool, as_json: bool) -> 
         text = f"{named} ({human_bytes(n_bytes)})"
         confirm(f"Remove {text}?", yes, f"{text} would be removed", "remove it with --yes")
     if yes or not as_json:
-        remove([path for kind in kinds for path in found[kind]])
+        remove([path for kind in kinds for path in by_kind[kind]])
     if as_json:
         removed = n_bytes if yes else 0
         print_json({"path": str(paths.cache()), "bytes": sizes, "removed": removed})
@@ -76,13 +76,13 @@ def contents() -> dict[str, list[Path]]:
     from pyorch.native import build
 
     root = paths.cache()
-    found = {
+    by_kind = {
         kind: [p for n in names if (p := root / n).exists()] for kind, (_, names) in KINDS.items()
     }
     folders, used = build.made("lib", "build", "python"), build.used()
-    found["builds"] = [path for path in folders if path in used]
-    found["old"] = [path for path in folders if path not in used]
-    return found
+    by_kind["builds"] = [path for path in folders if path in used]
+    by_kind["old"] = [path for path in folders if path not in used]
+    return by_kind
 
 
 def remove(chosen: Sequence[Path]) -> None:

@@ -95,9 +95,9 @@ def _downloaded(spec: Spec, agree: Say) -> Path:
     """The folder of a repository on the hub."""
     from pyorch.models import convert, pull
 
-    found = pull.find_files(spec, convert.FILES)
-    if not any(f.name.endswith(".safetensors") for f in found.files):
+    repository = pull.find_files(spec, convert.FILES)
+    if not any(f.name.endswith(".safetensors") for f in repository.files):
         raise SparqError(f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull")
-    if not found.complete:
-        agree(f"{spec.repo}: {human_bytes(found.missing_bytes)} to download")
-    return pull.fetch(found, note).path.parent
+    if not repository.complete:
+        agree(f"{spec.repo}: {human_bytes(repository.missing_bytes)} to download")
+    return pull.fetch(repository, note).path.parent

@@ -81,9 +81,9 @@ def _toolchain() -> tuple[Facts, Facts]:
     off: Facts = {}
     try:
         compiler = cmake.need_tools()
-        found = probe.probe(compiler, native=True)
-        facts |= {"isa": list(found.isa), "flags": list(found.flags), "openmp": found.openmp}
-        off |= found.off
+        probed = probe.probe(compiler, native=True)
+        facts |= {"isa": list(probed.isa), "flags": list(probed.flags), "openmp": probed.openmp}
+        off |= probed.off
         toolkit, why = cuda.toolkit(compiler)
         if toolkit:
             runs = " and run" if cuda.devices()[0] else ""
@@ -111,7 +111,8 @@ def _built() -> tuple[Facts, Facts]:
                 facts["variant"] = f"{stamp['isa'][0]}, of {', '.join(stamp['ranked'])}"
 
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
-    kinds += [build.Options(cuda=cuda.archs(None))] if cuda.find_nvcc() or cuda.wanted() else []
+    if cuda.find_nvcc() or cuda.is_preferred():
+        kinds.append(build.Options(cuda=cuda.archs(None)))
     for options in kinds:
         add(options.name, build.find(options))
     try:

@@ -72,7 +72,7 @@ class MethodOptions:
         "--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the examples."
     )
     threads: int | None = option(
-        "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
+        "--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]"
     )
 
 
@@ -290,11 +290,11 @@ def _setup(options: MethodOptions, examples: ExampleOptions) -> dict[str, object
     }
 
 
-def _data(given: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:
+def _data(parts: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:
     """Task -> file. A file without a task's name is for the only task that needs data."""
     names = [t.name for t in tasks if t.data]
     out: dict[str, Path] = {}
-    for text in given:
+    for text in parts:
         name, eq, file = text.partition("=")
         if not eq or name not in names:
             if len(names) != 1 or (eq and not paths.expanded(text).exists()):

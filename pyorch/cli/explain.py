@@ -8,7 +8,7 @@ from itertools import groupby
 
 import click
 
-from pyorch.attention import bytes as cost
+from pyorch.attention import cost
 from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import (
@@ -153,9 +153,9 @@ def _from_card(name: str) -> Geometry | None:
     if spec is None or not spec.card:
         return None
     card = cards.load(spec.card)
-    if card.source and (wanted := pull.parse_spec(name)):
-        there = (m for m in cache.models() if m.repo == wanted.repo and m.complete)
-        if any(pull.is_named(wanted, m.name) for m in there) and pull.find(wanted, note).complete:
+    if card.source and (named := pull.parse_spec(name)):
+        models = (m for m in cache.models() if m.repo == named.repo and m.complete)
+        if any(pull.is_named(named, m.name) for m in models) and pull.find(named, note).complete:
             return None
     note(f"{name} is not here: this is from its card, weights in Q4_K_M", "dim")
     return card.geometry

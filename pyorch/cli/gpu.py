@@ -66,20 +66,20 @@ def apart(function: Callable[[], T]) -> T:
 
 def room(gpus: Sequence[Gpu], cache: Cache, weights: int, kv_offload: bool | None) -> Room:
     """What they hold of a model whose `weights` bytes are all there."""
-    there, sizes = sum(g.free - MARGIN for g in gpus), cache.layer_bytes()
-    least = cache.in_memory(there - weights, sizes)
+    total, sizes = sum(g.free - MARGIN for g in gpus), cache.layer_bytes()
+    least = cache.in_memory(total - weights, sizes)
     in_memory = least if kv_offload is None else () if kv_offload else tuple(sizes)
     needed = weights + sum(n for il, n in sizes.items() if il not in in_memory)
-    fits = needed <= there and set(least) <= set(in_memory)
-    return Room([g.name for g in gpus], there, in_memory, needed, fits)
+    fits = needed <= total and set(least) <= set(in_memory)
+    return Room([g.name for g in gpus], total, in_memory, needed, fits)
 
 
 def show(x: Room, n_layer: int) -> None:
     """Print it. n_layer: those that have K and V."""
     print(f"\n  on {', '.join(x.names)}")
-    there = f"weights, K and V of {n_layer - len(x.in_memory)} of {n_layer} layers"
+    what = f"weights, K and V of {n_layer - len(x.in_memory)} of {n_layer} layers"
     free = f"{human_bytes(x.free)} free beside {human_bytes(MARGIN)} for computing"
-    print(f"  {there}: {human_bytes(x.needed)} of {free}{'' if x.fits else ': does not fit'}")
+    print(f"  {what}: {human_bytes(x.needed)} of {free}{'' if x.fits else ': does not fit'}")
 
 
 def in_memory_text(cache: Cache, in_memory: Sequence[int]) -> str:

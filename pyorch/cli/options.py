@@ -83,7 +83,7 @@ class ContextOptions:
 
     ctx: int | None = ctx_option("the model's own, at most 8192")
     threads: int | None = option(
-        "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
+        "--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]"
     )
 
 
@@ -134,7 +134,7 @@ class RopeOptions:
 
         scale = 1 / self.rope_scale if self.rope_scale else None
         rope = Rope(self.rope_scaling, scale, self.yarn_orig_ctx, self.rope_freq_base)
-        return rope if rope.given else None
+        return rope if rope.values else None
 
 
 def numa_option() -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from pyorch.attention import bytes as cost
+from pyorch.attention import cost
 from pyorch.attention.spec import AttentionSpec
 from pyorch.ggml import CACHE_TYPES, TensorType
 from pyorch.models.geometry import Geometry

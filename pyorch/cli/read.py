@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from pyorch import paths
-from pyorch.attention.bytes import CELLS
+from pyorch.attention.cost import CELLS
 from pyorch.attention.spec import parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli import streams
@@ -57,7 +57,7 @@ _TAKES = "a text file, a folder, or -"
     " as control tokens.",
 )
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
-@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
+@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]")
 @opt.load_options
 @click.option(
     *opt.SPEC_OPTION,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyorch import native, paths, system
-from pyorch.attention.bytes import layer_costs
+from pyorch.attention.cost import layer_costs
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import gpu, served_documents, supervise

@@ -17,6 +17,7 @@ Nothing here compiles: `sparq-cpp build` has to have built the library.
 """
 
 from pyorch.engine.attention import info, measure_mass, reset_counters, seal, set_attention
+from pyorch.engine.c_functions import AttentionInfo
 from pyorch.engine.decoding import align, decode, logits, prefill, rewind
 from pyorch.engine.document import (
     Reading,
@@ -44,7 +45,6 @@ from pyorch.engine.settings import (
     cache_type,
     usable_cores,
 )
-from pyorch.engine.sparse import AttentionInfo
 from pyorch.engine.text import (
     check_text,
     count_beyond,

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from pyorch.attention.bytes import shadow_bytes
+from pyorch.attention.cost import shadow_bytes
 from pyorch.attention.spec import AttentionSpec
-from pyorch.engine import sparse
+from pyorch.engine import c_functions
 from pyorch.engine.model import Session, Timings
 from pyorch.engine.settings import attention_for
 from pyorch.errors import SparqError
@@ -30,24 +30,26 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
     """
     spec = attention_for(spec, session.path, session.geometry)
     shadow = session.n_sequences * shadow_bytes(session.geometry, session.n_ctx, spec)
-    if shadow and sparse.is_ours(session.lib):
+    if shadow and c_functions.is_ours(session.lib):
         more = int((shadow - info(session).shadow_bytes) * session.share_here)
         check_more(session.path, "transposed K", more)
-    sparse.set_spec(session.lib, session.ctx, spec)
+    c_functions.set_spec(session.lib, session.ctx, spec)
 
 
-def info(session: Session) -> sparse.AttentionInfo:
+def info(session: Session) -> c_functions.AttentionInfo:
     """The library's report on attention since the counters were reset.
 
     Raises:
         SparqError: it is a stock library, which keeps no account.
     """
     arguments = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
-    call = sparse.function(session.lib, "llama_get_sparse_attn_info", ctypes.c_int32, *arguments)
+    call = c_functions.function(
+        session.lib, "llama_get_sparse_attn_info", ctypes.c_int32, *arguments
+    )
     size = call(session.ctx, None, 0) + 4096  # counters may gain a digit meanwhile
     text = ctypes.create_string_buffer(size)
     call(session.ctx, text, size)
-    return sparse.AttentionInfo.of(json.loads(text.value))
+    return c_functions.AttentionInfo.of(json.loads(text.value))
 
 
 def reset_counters(session: Session) -> None:
@@ -55,9 +57,9 @@ def reset_counters(session: Session) -> None:
     session.timings = Timings()
     if session.watch is not None:
         session.watch.reset()
-    if sparse.is_ours(session.lib):
+    if c_functions.is_ours(session.lib):
         name = "llama_sparse_attn_reset_counters"
-        sparse.function(session.lib, name, None, ctypes.c_void_p)(session.ctx)
+        c_functions.function(session.lib, name, None, ctypes.c_void_p)(session.ctx)
 
 
 def seal(session: Session) -> int:
@@ -69,7 +71,7 @@ def seal(session: Session) -> int:
         SparqError: the library failed, or is a stock library.
     """
     name = "llama_sparse_attn_seal"
-    n = sparse.function(session.lib, name, ctypes.c_int64, ctypes.c_void_p)(session.ctx)
+    n = c_functions.function(session.lib, name, ctypes.c_int64, ctypes.c_void_p)(session.ctx)
     if n < 0:
         raise SparqError("the transposed K could not be brought up to date")
     return int(n)
@@ -87,8 +89,8 @@ def measure_mass(session: Session, work: Callable[[], T]) -> tuple[T, list[float
         SparqError: attention is computed on a GPU, or it is a stock library.
     """
     void, doubles = ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)
-    begin = sparse.function(session.lib, "llama_sparse_measure_begin", void, void)
-    end = sparse.function(session.lib, "llama_sparse_measure_end", None, void, doubles)
+    begin = c_functions.function(session.lib, "llama_sparse_measure_begin", void, void)
+    end = c_functions.function(session.lib, "llama_sparse_measure_end", None, void, doubles)
     masses = (ctypes.c_double * session.geometry.n_layer)()
     if not (handle := begin(session.ctx)):
         raise SparqError("the library cannot measure attention here: no memory")

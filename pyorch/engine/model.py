@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyorch.attention.placement import MARGIN
-from pyorch.engine import sparse
+from pyorch.engine import c_functions
 from pyorch.engine.library import Library, gpus
 from pyorch.engine.settings import SessionOptions, Settings, settings_for
 from pyorch.errors import SparqError
@@ -149,7 +149,7 @@ class Session:
             if watch is not None:
                 watch.attach(self)
             if settings.attention is not None:
-                sparse.set_spec(self.lib, self.ctx, settings.attention)
+                c_functions.set_spec(self.lib, self.ctx, settings.attention)
             if self.kv_in_memory and model.placed:
                 model.placed(self)
         except BaseException:  # includes Ctrl-C while the cache is sealed
@@ -157,7 +157,7 @@ class Session:
             raise
 
     def _kv_in_memory(self) -> tuple[int, ...]:
-        if self.model.kv_offload is not None or not sparse.is_ours(self.lib):
+        if self.model.kv_offload is not None or not c_functions.is_ours(self.lib):
             return ()
         devices = gpus(self.library) if self.model.on_gpu else []
         free = sum(gpu.free - MARGIN for gpu in devices)
@@ -180,7 +180,7 @@ class Session:
                 lambda t, ask, _: watch.node(t, ask)
             )  # kept alive with the context
             params.cb_eval = self._on_node
-        with self.library.call() as call, sparse.environment(self.kv_in_memory):
+        with self.library.call() as call, c_functions.environment(self.kv_in_memory):
             ctx = self.lib.llama_init_from_model(self.model.handle, params)
         if ctx and call.came:
             self.lib.llama_free(ctx)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
-from pyorch.attention.bytes import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
+from pyorch.attention.cost import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
 from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
@@ -74,10 +74,10 @@ class Rope:
         return cls(**{k: kind.get(k, float)(v) for k, v in values.items()})
 
     def __str__(self) -> str:
-        return ",".join(f"{k}={v}" for k, v in self.given.items())
+        return ",".join(f"{k}={v}" for k, v in self.values.items())
 
     @property
-    def given(self) -> dict[str, str | float]:
+    def values(self) -> dict[str, str | float]:
         """The settings that are not the model's own."""
         return {k: v for k, v in asdict(self).items() if v is not None}
 
@@ -86,7 +86,7 @@ class Rope:
         """The given settings, by the names of `llama_context_params`."""
         names = {"scaling": "rope_scaling_type", "freq_scale": "rope_freq_scale"}
         names["freq_base"] = "rope_freq_base"
-        out = {names.get(k, k): v for k, v in self.given.items()}
+        out = {names.get(k, k): v for k, v in self.values.items()}
         if self.scaling is not None:
             out["rope_scaling_type"] = ROPE_SCALING[self.scaling]
         return out
@@ -98,7 +98,7 @@ class SessionOptions:
 
     n_ctx           its positions; None takes what the model was trained on, at most 8192. More than
                     the model was trained on needs a `rope`
-    n_threads       threads that compute; None takes one per core that this process may use
+    n_threads       threads that compute; None takes one per physical core, as llama.cpp does
     n_batch         tokens that are evaluated at once in prefill; None takes 512, or fewer where the
                     context is so long that llama.cpp's mask, (n_batch, n_ctx) float16, would
                     take more than 128 MiB
@@ -231,7 +231,7 @@ def context_size(geo: Geometry, n_ctx: int | None, rope: Rope | None = None) -> 
         return min(DEFAULT_CTX, limit) if limit else DEFAULT_CTX
     if n_ctx < 1:
         raise SparqError(f"context {n_ctx} is below 1", "--ctx 4096", exit_code=2)
-    if limit and n_ctx > limit and not (rope and rope.given):
+    if limit and n_ctx > limit and not (rope and rope.values):
         raise SparqError(
             f"context {n_ctx} is beyond the {limit} positions this model was trained on",
             f"at most {limit} positions; or stretch it: --rope-scaling yarn "
@@ -247,5 +247,5 @@ def batch_size(n_ctx: int) -> int:
 
 
 def usable_cores() -> int:
-    """The default number of threads: one per core, but no more than ggml allows."""
-    return min(probe.cores(), MAX_THREADS)
+    """The default number of threads, but no more than ggml allows."""
+    return min(probe.compute_cores(), MAX_THREADS)

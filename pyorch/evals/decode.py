@@ -33,11 +33,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an example. `said` is the answer, or empty if the text is given; `more` has
+    """The outcome of an example. `reply` is the answer, or empty if the text is given; `more` has
     further numbers, or one per layer."""
 
     score: float
-    said: str = ""
+    reply: str = ""
     more: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
 
 
@@ -63,7 +63,7 @@ class Decoder:
         follow: the expected answer; decoding then ends at the first token that differs.
         enough: whether what was said decides the score, so that nothing more need be decoded.
         """
-        s, said = self.session, b""
+        s, reply = self.session, b""
         stops = [x.encode() for x in stop]
         token = example.prompt[-1]
         for _ in range(example.max_tokens):
@@ -71,17 +71,17 @@ class Decoder:
             token = int(np.argmax(engine.logits(s)))
             if engine.is_eog(s, token):
                 break
-            said += engine.token_bytes(s, token)
-            ends = [at for at in (said.find(x) for x in stops) if at >= 0]
+            reply += engine.token_bytes(s, token)
+            ends = [at for at in (reply.find(x) for x in stops) if at >= 0]
             if ends:
-                return said[: min(ends)]
-            if enough is not None and enough(said.decode("utf-8", errors="ignore")):
+                return reply[: min(ends)]
+            if enough is not None and enough(reply.decode("utf-8", errors="ignore")):
                 break
             if follow is not None and (
-                len(said) >= len(follow) or not said or not follow.startswith(said)
+                len(reply) >= len(follow) or not reply or not follow.startswith(reply)
             ):
                 break
-        return said
+        return reply
 
     def forced(self, example: Example) -> Iterator[np.ndarray]:
         """Yields the logits [n_vocab] before each of the forced tokens, one decode step each."""

@@ -68,8 +68,8 @@ def examples(setup: Setup) -> Iterator[Example]:
 
 
 def score(decoder: Decoder, example: Example) -> Outcome:
-    said = decoder.answer(example, stop=(".", "\n\n")).decode("utf-8", errors="replace")
-    return Outcome(float(bool(re.match(r"\s*" + re.escape(ANSWER), said))), said)
+    reply = decoder.answer(example, stop=(".", "\n\n")).decode("utf-8", errors="replace")
+    return Outcome(float(bool(re.match(r"\s*" + re.escape(ANSWER), reply))), reply)
 
 
 TASKS = (

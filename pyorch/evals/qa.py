@@ -32,20 +32,20 @@ CHARS = (4000, 8000)
 TRIVIA_KEYS = ("question_id", "question", "answer", "search_results")
 
 
-def matches(said: str, answers: tuple[str, ...]) -> bool:
-    """Whether `said` begins with an answer, apart from case, articles and punctuation.
+def matches(reply: str, answers: tuple[str, ...]) -> bool:
+    """Whether `reply` begins with an answer, apart from case, articles and punctuation.
 
     This follows llm-inference-research, tasks/qa.py.
     """
-    said = _TRIM.sub("", said.lower())
-    wanted = [_TRIM.sub("", a.lower()) for a in answers]
-    return any(said.startswith(w) for w in wanted if w)
+    reply = _TRIM.sub("", reply.lower())
+    keys = [_TRIM.sub("", a.lower()) for a in answers]
+    return any(reply.startswith(key) for key in keys if key)
 
 
 def score(decoder: Decoder, example: Example) -> Outcome:
-    answer = decoder.answer(example, enough=lambda said: matches(said, example.answers))
-    said = answer.decode("utf-8", errors="replace")
-    return Outcome(float(matches(said, example.answers)), said)
+    answer = decoder.answer(example, enough=lambda reply: matches(reply, example.answers))
+    reply = answer.decode("utf-8", errors="replace")
+    return Outcome(float(matches(reply, example.answers)), reply)
 
 
 # ---- SQuAD ----

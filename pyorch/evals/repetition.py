@@ -49,11 +49,11 @@ def examples(setup: Setup) -> Iterator[Example]:
         words = _word_starts(session, context, n - CUE - CHARS)
         for _ in range(setup.questions):
             at = words[int(rng.integers(len(words)))]
-            said = b"".join(engine.token_bytes(session, t) for t in context[at + CUE :])[:CHARS]
+            reply = b"".join(engine.token_bytes(session, t) for t in context[at + CUE :])[:CHARS]
             yield Example(
                 id=f"{i % len(books)}:{start + at}",
                 prompt=head + context + gap + context[at : at + CUE],
-                answers=(said.decode("utf-8", errors="ignore"),),
+                answers=(reply.decode("utf-8", errors="ignore"),),
                 max_tokens=CHARS,
                 about={"text": i, "stretch": [i % len(books), start, start + n]},
             )
@@ -69,14 +69,14 @@ def _word_starts(session: engine.Session, tokens: Sequence[int], end: int) -> li
 
 def score(decoder: Decoder, example: Example) -> Outcome:
     expected = example.answers[0].encode()
-    said = decoder.answer(example, follow=expected)
+    reply = decoder.answer(example, follow=expected)
     right = 0
-    for a, b in zip(said, expected, strict=False):
+    for a, b in zip(reply, expected, strict=False):
         if a != b:
             break
         right += 1
     n = len(expected[:right].decode("utf-8", errors="ignore"))
-    return Outcome(n, said.decode("utf-8", errors="replace"))
+    return Outcome(n, reply.decode("utf-8", errors="replace"))
 
 
 TASKS = (

@@ -59,12 +59,12 @@ def largest(
 def score(decoder: Decoder, example: Example, stop: Sequence[str] = ()) -> Outcome:
     """string_match_all: the share of the answers that occur, whatever their case."""
 
-    def found(said: str) -> int:
-        return sum(a.lower() in said.lower() for a in example.answers)
+    def n_found(reply: str) -> int:
+        return sum(a.lower() in reply.lower() for a in example.answers)
 
-    answer = decoder.answer(example, stop=stop, enough=lambda x: found(x) == len(example.answers))
-    said = answer.decode("utf-8", errors="replace")
-    return Outcome(found(said) / len(example.answers), said)
+    answer = decoder.answer(example, stop=stop, enough=lambda x: n_found(x) == len(example.answers))
+    reply = answer.decode("utf-8", errors="replace")
+    return Outcome(n_found(reply) / len(example.answers), reply)
 
 
 def task(

@@ -216,7 +216,7 @@ def _prepare(
         "read_by": plan.document.attention if plan.document else read_by,
         "threads": plan.options.n_threads or engine.usable_cores(),
         **_where(plan.placement),
-        **({"rope": rope.given} if (rope := plan.options.rope) else {}),
+        **({"rope": rope.values} if (rope := plan.options.rope) else {}),
         **({"document": f"{plan.document.text_crc:08x}"} if plan.document else {}),
     }
     case = json.loads(json.dumps(case))
@@ -288,7 +288,7 @@ def _measure(
                 method,
                 {
                     "score": done.result.score,
-                    "said": done.result.said,
+                    "said": done.result.reply,
                     "more": {**done.result.more, **more},
                     "seconds": done.seconds,
                     "counters": done.counters,

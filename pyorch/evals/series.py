@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.attention.bytes import per_token
+from pyorch.attention.cost import per_token
 from pyorch.attention.spec import BOUNDS
 from pyorch.errors import SparqError
 from pyorch.evals import find, stats, tasks

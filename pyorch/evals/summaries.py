@@ -43,9 +43,9 @@ def scorer() -> Any:
 
 def score(decoder: Decoder, example: Example) -> Outcome:
     """F of the reference that the answer is nearest to."""
-    said = decoder.answer(example).decode("utf-8", errors="replace")
-    scores = [scorer().score(answer, said)["rougeL"].fmeasure for answer in example.answers]
-    return Outcome(max(scores), said)
+    reply = decoder.answer(example).decode("utf-8", errors="replace")
+    scores = [scorer().score(answer, reply)["rougeL"].fmeasure for answer in example.answers]
+    return Outcome(max(scores), reply)
 
 
 def cnn_dailymail(setup: Setup) -> Iterator[Example]:
@@ -83,12 +83,12 @@ def _question(setup: Setup, story: str, question: data.Row, text: int) -> Exampl
         question, ("question_text", "question_number", "responses"), "SQuALITY"
     )
     name = f"{text}/{number}"
-    said = [data.need(r, ("response_text",), "SQuALITY")[0] for r in responses]
+    reply = [data.need(r, ("response_text",), "SQuALITY")[0] for r in responses]
     return Example(
         name,
         setup.prompt(f"Story: {story.strip()}\n\nQuestion: {asked}", "\nAnswer:"),
         MAX_TOKENS,
-        data.some(said, f"SQuALITY question {name}"),
+        data.some(reply, f"SQuALITY question {name}"),
         about={"text": text},
     )
 

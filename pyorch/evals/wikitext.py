@@ -50,9 +50,9 @@ def examples(setup: Setup) -> Iterator[Example]:
     for i in setup.rng().permutation(len(pages)):
         cut = _cut(pages[i], setup)
         if cut:
-            read, given = cut
-            about = {"chars": len(given)}
-            forced = tuple(setup.tokens(given)[:MAX_TOKENS])
+            read, scored = cut
+            about = {"chars": len(scored)}
+            forced = tuple(setup.tokens(scored)[:MAX_TOKENS])
             if len(forced) == MAX_TOKENS:  # the characters of the scored tokens
                 about["chars"] = len(setup.text(forced))
             prompt = setup.prompt(read)

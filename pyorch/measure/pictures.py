@@ -141,10 +141,10 @@ class Names:
     ) -> None:  # fmt: skip
         """A `line` for each value of the column `by` that has a colour and rows."""
         for name, color in colours.items():
-            here = [r for r in rows if r[by] == name]
-            if here:
+            of_name = [r for r in rows if r[by] == name]
+            if of_name:
                 low_high = (bars[0], bars[1]) if bars else None
-                self.line(ax, name * named, here, x, y, low_high, color=color, **style)
+                self.line(ax, name * named, of_name, x, y, low_high, color=color, **style)
 
     def at(self, ax: Any, name: str, x: float, y: float, color: str) -> None:
         """Add a name for a line that ends there."""

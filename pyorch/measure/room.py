@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from pyorch.attention.bytes import N_BATCH, cache_bytes, shadow_bytes
+from pyorch.attention.cost import N_BATCH, cache_bytes, shadow_bytes
 from pyorch.engine import cache_type
 from pyorch.measure import records
 from pyorch.measure.bandwidth import BUFFER_BYTES

@@ -166,7 +166,7 @@ def _run(
         env=convert_env.environment(temp / "hub"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        **system.given(lock),
+        **system.inherit(lock),
         start_new_session=True,  # Ctrl-C reaches only us, so that the converter prints no traceback
     ) as child:
         for line in children.lines(child.stderr):

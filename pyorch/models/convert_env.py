@@ -138,7 +138,7 @@ def _run(argv: list[str], lock: int) -> None:
     The command holds the lock too: if this process is killed, others wait until it has ended.
     """
     out = sys.stderr if sys.stderr.isatty() else subprocess.PIPE
-    done = children.run(argv, stdout=out, **system.given(lock))
+    done = children.run(argv, stdout=out, **system.inherit(lock))
     if done.returncode:
         raise SparqError(
             f"cannot make the converter's environment: {children.reason(done)}",

@@ -189,9 +189,9 @@ def _n_recurrent(file: GGUFFile, n_head_kv: tuple[int, ...], listed: list[bool])
     state-space models and delta rules, of short convolutions, or of RWKV."""
     names = (t.name.split(".") for t in file.tensors)
     blocks = ((part[1], part[2]) for part in names if part[0] == "blk" and len(part) > 2)
-    found = {int(il) for il, what in blocks if il.isdecimal() and what.startswith(_RECURRENCES)}
-    found |= {il for il, is_recurrent in enumerate(listed) if is_recurrent}
-    return sum(il in found for il, n in enumerate(n_head_kv) if n == 0)
+    numbers = {int(il) for il, what in blocks if il.isdecimal() and what.startswith(_RECURRENCES)}
+    numbers |= {il for il, is_recurrent in enumerate(listed) if is_recurrent}
+    return sum(il in numbers for il, n in enumerate(n_head_kv) if n == 0)
 
 
 def layer_weights(file: GGUFFile, n_layer: int, used: bool = True) -> list[int]:

@@ -103,8 +103,8 @@ def windows(arch: str, n_layer: int, keys: Mapping[str, Any]) -> Windows:
     rule = WINDOWS.get(arch)
     if rule is None or rule.n_layer not in (0, n_layer):
         return Windows()
-    said, pattern = (keys.get(f"attention.sliding_window{x}") for x in ("", "_pattern"))
-    size = rule.default if said is None else said and (rule.fixed or said)
+    value, pattern = (keys.get(f"attention.sliding_window{x}") for x in ("", "_pattern"))
+    size = rule.default if value is None else value and (rule.fixed or value)
     if not isinstance(size, int) or size <= 0:
         return Windows()
     if isinstance(pattern, list):

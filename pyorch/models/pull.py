@@ -262,8 +262,8 @@ def _listed(spec: Spec, matches: Callable[[str], bool]) -> tuple[str, dict[str, 
         file = HubFile(name, n_bytes, sha256, spec.folder / "snapshots" / commit / name)
         if not (file.path and file.path.is_file()):
             blob = spec.folder / "blobs" / sha256  # it may be here for another commit
-            here = bool(sha256) and blob.is_file()
-            file = replace(file, path=None, n_missing=0 if here else n_bytes)
+            has_blob = bool(sha256) and blob.is_file()
+            file = replace(file, path=None, n_missing=0 if has_blob else n_bytes)
         files[name] = file
     return commit, files
 

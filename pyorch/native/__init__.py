@@ -36,12 +36,12 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     """
     from pyorch.native import build, carried, carried_cuda, cuda
 
-    if not stock and (given := build.from_environment()):
-        if missing := [tool for tool in tools if not (given / system.program(tool)).is_file()]:
+    if not stock and (folder := build.from_environment()):
+        if missing := [tool for tool in tools if not (folder / system.program(tool)).is_file()]:
             raise SparqError(
-                f"SPARQ_LIBRARY={given} has no {missing[0]}", "build it there with --tools"
+                f"SPARQ_LIBRARY={folder} has no {missing[0]}", "build it there with --tools"
             )
-        return given
+        return folder
     usual = build.usual(stock)
     plain = build.Options(stock)
     kinds = (usual, replace(usual, portable=True), plain, replace(plain, portable=True))
@@ -75,7 +75,7 @@ def uses_cuda() -> bool:
     """Whether the library that is used here, or that would be built here, runs on a GPU."""
     from pyorch.native import cuda
 
-    if not cuda.wanted():
+    if not cuda.is_preferred():
         return False
     folder = find()
     return _has_cuda(folder) if folder else bool(cuda.find_nvcc())

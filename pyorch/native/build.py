@@ -46,7 +46,7 @@ _OURS = re.compile(r"(sparq|stock)-.+|[0-9a-f]{12}(\.partial)?")
 
 def usual(stock: bool = False) -> Options:
     """The default options: with CUDA if there is a device, and SPARQ_CUDA is not 0."""
-    return Options(stock, cuda=cuda.archs("native") if cuda.wanted() else "")
+    return Options(stock, cuda=cuda.archs("native") if cuda.is_preferred() else "")
 
 
 def working(options: Options) -> Options:
@@ -117,8 +117,8 @@ def changes(options: Options) -> list[str]:
 def finished() -> list[tuple[Path, dict[str, Any]]]:
     """All finished builds with their stamps, newest first."""
     folders = (paths.cache() / "lib").glob("*")
-    found = [(f, stamp) for f in folders if f.suffix != ".partial" and (stamp := read_stamp(f))]
-    return sorted(found, key=lambda item: item[1]["time"], reverse=True)
+    stamped = [(f, stamp) for f in folders if f.suffix != ".partial" and (stamp := read_stamp(f))]
+    return sorted(stamped, key=lambda item: item[1]["time"], reverse=True)
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
@@ -185,8 +185,8 @@ def build(
     paths.check_exec(paths.cache())
     chain = cmake.toolchain(options)
     jobs = jobs or default_jobs()
-    want = inputs(options) | {"compiler": chain.compiler.version, "openmp": chain.found.openmp}
-    want["flags"] = list(chain.found.flags)
+    want = inputs(options) | {"compiler": chain.compiler.version, "openmp": chain.cpu.openmp}
+    want["flags"] = list(chain.cpu.flags)
 
     def done() -> bool:
         target = _target(options, want)
@@ -210,7 +210,7 @@ def build(
             shutil.rmtree(tree / "src")
             raise SparqError("patches/ changed while it was applied", "build again")
         target = _target(options, want)
-        for thing, why in (chain.found.off | _read_off(tree)).items():
+        for thing, why in (chain.cpu.off | _read_off(tree)).items():
             say(f"{thing} is off: {why}")
         tools = tuple(sorted({t for t in TOOLS if t in tools or (target / t).is_file()}))
         say(f"building {options.name}: {jobs} jobs, log in {tree / 'build.log'}")
@@ -222,8 +222,8 @@ def build(
             "time": time.time(),
             "inputs": want,
             "pin": f"{pin.package} {pin.version}" if where.pinned else str(where.path),
-            "off": chain.found.off,
-            "isa": list(chain.found.isa),
+            "off": chain.cpu.off,
+            "isa": list(chain.cpu.isa),
         }
         _publish(tree / "out" / "bin", target, tools, stamp)
         _prune()
@@ -244,16 +244,16 @@ def _that_works(
     edit is not compiled twice. Returns the tools that made what is in the tree now."""
     off = _read_off(tree)
     while True:
-        found = chain.found
+        cpu = chain.cpu
         for feature, why in off.items():
-            found = probe.without(found, feature, why)
-        now = replace(chain, found=found)
+            cpu = probe.without(cpu, feature, why)
+        now = replace(chain, cpu=cpu)
         cmake.compile_tree(tree, options, targets, jobs, now, lock)
         fault = smoke.fault(tree / "out" / "bin")
         if fault is None:
             return now
         shutil.rmtree(tree / "out")  # cmake takes the flags of its first run
-        suspects = [s for s in smoke.suspects(fault, now.found.isa) if s not in off]
+        suspects = [s for s in smoke.suspects(fault, now.cpu.isa) if s not in off]
         if not suspects:
             (tree / _OFF).unlink(missing_ok=True)
             raise SparqError(
@@ -283,7 +283,7 @@ def made(*kinds: str) -> list[Path]:
 def used() -> set[Path]:
     """The finished builds of the present sources and settings, by whatever compiler, with their
     work trees and bindings."""
-    found: set[Path] = set()
+    folders: set[Path] = set()
     for folder, stamp in finished():
         has = stamp["inputs"]
         name = has["options"]
@@ -291,8 +291,8 @@ def used() -> set[Path]:
         # what came with a wheel has a name of its own, and no more inputs than these
         want = inputs(options) if name == options.name else sources(options)
         if all(has.get(key) == value for key, value in want.items()):
-            found |= {folder, _tree(has), paths.cache() / "python" / has["pin"][:12]}
-    return found
+            folders |= {folder, _tree(has), paths.cache() / "python" / has["pin"][:12]}
+    return folders
 
 
 def _tree(want: dict[str, Any]) -> Path:

@@ -80,10 +80,10 @@ def scores() -> dict[str, int]:
     """
     done = children.run(children.python("pyorch.native.carried"))
     if done.returncode:
-        said = children.reason(done)
-        raise SparqError(f"the library of the wheel does not load: {said}", "sparq-cpp build")
-    found: dict[str, int] = json.loads(done.stdout)
-    return dict(sorted(found.items(), key=lambda item: item[1], reverse=True))
+        why = children.reason(done)
+        raise SparqError(f"the library of the wheel does not load: {why}", "sparq-cpp build")
+    scores: dict[str, int] = json.loads(done.stdout)
+    return dict(sorted(scores.items(), key=lambda item: item[1], reverse=True))
 
 
 def _unpack(carried: dict[str, Any], target: Path) -> None:
@@ -125,11 +125,11 @@ def _copy(file: Path, to: Path) -> None:
 
 def main() -> None:
     """Print the scores. A process of its own, since each variant that is asked stays loaded."""
-    found = {}
+    scores = {}
     for file in (FOLDER / "lib").glob(f"{_VARIANT}*"):
         library = ctypes.CDLL(str(file))
-        found[file.stem.removeprefix(_VARIANT)] = int(library.ggml_backend_score())
-    json.dump(found, sys.stdout)
+        scores[file.stem.removeprefix(_VARIANT)] = int(library.ggml_backend_score())
+    json.dump(scores, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Toolchain:
     """The compilers of this machine that work."""
 
     compiler: probe.Compiler
-    found: probe.Probe
+    cpu: probe.Probe
     toolkit: cuda.Toolkit | None = None
     more: tuple[tuple[str, str], ...] = ()  # further definitions for cmake, which win
 
@@ -65,7 +65,7 @@ class Toolchain:
         env = {**os.environ, "CC": self.compiler.cc, "CXX": self.compiler.cxx, "LC_ALL": "C"}
         env["NINJA_STATUS"] = "[%f/%t] "
         for key in ("CFLAGS", "CXXFLAGS"):
-            env[key] = " ".join([*os.environ.get(key, "").split(), *self.found.flags])
+            env[key] = " ".join([*os.environ.get(key, "").split(), *self.cpu.flags])
         if self.toolkit:
             flags = [os.environ.get("CUDAFLAGS", ""), *self.toolkit.flags]
             env["CUDAFLAGS"] = " ".join(flags).strip()
@@ -92,11 +92,11 @@ def toolchain(options: Options) -> Toolchain:
         SparqError: a tool is missing, no compiler works, or CUDA is asked for and cannot be used.
     """
     compiler = need_tools()
-    found = probe.probe(compiler, native=not options.portable)
+    cpu = probe.probe(compiler, native=not options.portable)
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
         raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: SPARQ_CUDA=0")
-    return Toolchain(compiler, found, toolkit)
+    return Toolchain(compiler, cpu, toolkit)
 
 
 def compile_tree(
@@ -139,7 +139,7 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         "CMAKE_BUILD_WITH_INSTALL_RPATH": True,
         "CMAKE_INSTALL_RPATH": ";".join([origin, *(toolkit.lib if toolkit else ())]),
         "GGML_NATIVE": not options.portable,
-        "GGML_OPENMP": chain.found.openmp,
+        "GGML_OPENMP": chain.cpu.openmp,
         "GGML_METAL": False,
         "GGML_RPC": True,
         "GGML_RPC_RDMA": False,  # it would need a library that other machines lack
@@ -156,7 +156,7 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         "LLAMA_OPENSSL": False,
         "CMAKE_PROJECT_llama.cpp_INCLUDE": str(tree / "ops" / ours),
     }
-    values |= {key: False for feature, key in _PARTS.items() if feature in chain.found.off}
+    values |= {key: False for feature, key in _PARTS.items() if feature in chain.cpu.off}
     if toolkit:
         values |= cuda.cmake_options(toolkit, options.cuda)
     texts: dict[bool | str, str] = {True: "ON", False: "OFF"}
@@ -173,7 +173,7 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
         file.write("$ " + " ".join(argv) + "\n")
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # asked to end, ninja deletes the outputs that it has not finished
-        with children.running(argv, env=env, **system.given(lock), **output) as process:
+        with children.running(argv, env=env, **system.inherit(lock), **output) as process:
             for line in children.lines(process.stdout):
                 if original:
                     line = line.replace(copy, original)  # the file that the user can edit
@@ -213,8 +213,8 @@ def tool(name: str) -> str:
     except ImportError:
         packaged = None
     program = packaged or shutil.which(name)
-    said = probe.run([program, "--version"]).stdout if program else ""
-    version = re.search(r"(\d+)\.(\d+)", said)
+    answer = probe.run([program, "--version"]).stdout if program else ""
+    version = re.search(r"(\d+)\.(\d+)", answer)
     if program is None or version is None or tuple(map(int, version.groups())) < _OLDEST[name]:
         oldest = ".".join(map(str, _OLDEST[name]))
         raise SparqError(f"a build needs {name} {oldest} or newer", paths.install_command("build"))

@@ -83,16 +83,16 @@ class Toolkit:
 
 def nvcc() -> str:
     """The CUDA compiler and its release in one line, "" where there is none."""
-    found = find_nvcc()
-    return f"{found} (release {release(found) or 'unknown'})" if found else ""
+    nvcc = find_nvcc()
+    return f"{nvcc} (release {release(nvcc) or 'unknown'})" if nvcc else ""
 
 
 def find_nvcc() -> str:
     """The path of the CUDA compiler, or an empty string."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [f"{home}/bin" for home in homes if home]
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
-    return found or ""
+    program = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
+    return program or ""
 
 
 def release(nvcc: str) -> str:
@@ -109,8 +109,8 @@ def devices() -> tuple[tuple[Device, ...], str]:
     done = probe.run([sys.executable, "-c", _DEVICES])
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     if done.returncode != 0 or not rows:
-        said = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
-        return (), f"no CUDA device: {said}"
+        reason = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
+        return (), f"no CUDA device: {reason}"
     return tuple(Device(arch, name, int(memory)) for arch, name, memory in rows), ""
 
 
@@ -122,7 +122,7 @@ def show_only(chosen: Sequence[int]) -> None:
     devices.cache_clear()
 
 
-def wanted() -> bool:
+def is_preferred() -> bool:
     """Whether a library with CUDA is preferred: there is a device, and SPARQ_CUDA is not 0."""
     return os.environ.get("SPARQ_CUDA") != "0" and bool(devices()[0])
 
@@ -133,13 +133,13 @@ def archs(text: str | None) -> str:
     Raises:
         SparqError: another architecture; native without a device.
     """
-    here = sorted({device.arch for device in devices()[0]})
+    own = sorted({device.arch for device in devices()[0]})
     if text is None:
-        text = "native" if here else "all"
-    if text == "native" and not here:
+        text = "native" if own else "all"
+    if text == "native" and not own:
         raise SparqError(f"no CUDA device here: {devices()[1]}", "--cuda all, or --cuda 80,90", 2)
-    chosen = {"native": here, "all": [*ARCHS]}.get(text) or re.split("[,;]", text)
-    wrong = [arch for arch in chosen if arch not in ARCHS and arch not in here]
+    chosen = {"native": own, "all": [*ARCHS]}.get(text) or re.split("[,;]", text)
+    wrong = [arch for arch in chosen if arch not in ARCHS and arch not in own]
     if wrong:
         raise SparqError(
             f"unsupported CUDA architecture: {wrong[0]}", "one of " + ", ".join(ARCHS), 2
@@ -169,24 +169,24 @@ def toolkit(compiler: probe.Compiler) -> tuple[Toolkit | None, str]:
             libraries[name] = str(files[0])
     # the loader does not find every toolkit by itself
     lib = [*own, *(lib if libraries else ())]
-    found = Toolkit(nvcc, number, tuple(map(str, include)), tuple(map(str, lib)), libraries)
-    here = devices()[0]
+    toolkit = Toolkit(nvcc, number, tuple(map(str, include)), tuple(map(str, lib)), libraries)
+    gpus = devices()[0]
     with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:
         file, program = Path(temp) / "cuda.cu", Path(temp) / "cuda"
         file.write_text(_PROGRAM, "utf-8")
         # of `ccache g++ -m64` the compiler
         host = [word for word in shlex.split(compiler.cxx) if not word.startswith("-")][-1]
         argv = [nvcc, str(file), "-o", str(program), "-ccbin", host]
-        argv += [f"-arch=sm_{here[0].arch if here else ARCHS[1]}", *found.flags]
+        argv += [f"-arch=sm_{gpus[0].arch if gpus else ARCHS[1]}", *toolkit.flags]
         for name in ("cublas", "cublasLt"):
             argv.append(f"-Xlinker={libraries[name]}" if name in libraries else f"-l{name}")
         done = probe.run([*argv, *(f"-Xlinker=-rpath={folder}" for folder in lib)])
         if done.returncode != 0:
             why = probe.first_error(done.stdout + done.stderr)
             return None, f"nvcc cannot build a program with cuBLAS: {why}"
-        if here and (code := probe.run([str(program), "run"]).returncode) != 0:
-            return None, f"a CUDA program compiled here {children.ended(code)} on {here[0].name}"
-    return found, ""
+        if gpus and (code := probe.run([str(program), "run"]).returncode) != 0:
+            return None, f"a CUDA program compiled here {children.ended(code)} on {gpus[0].name}"
+    return toolkit, ""
 
 
 def _root(nvcc: str) -> Path:
@@ -205,16 +205,16 @@ def python_packages(major: str) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
-def cmake_options(found: Toolkit, arch: str) -> dict[str, str]:
+def cmake_options(toolkit: Toolkit, arch: str) -> dict[str, str]:
     """The CMake variables of a build with CUDA."""
     values = {
         "GGML_CUDA": "ON",
         "GGML_CUDA_NCCL": "OFF",
-        "CMAKE_CUDA_COMPILER": found.nvcc,
+        "CMAKE_CUDA_COMPILER": toolkit.nvcc,
         "CMAKE_CUDA_ARCHITECTURES": arch,
     }
-    values |= {f"CUDA_{name}_LIBRARY": file for name, file in found.libraries.items()}
-    root = _root(found.nvcc)
+    values |= {f"CUDA_{name}_LIBRARY": file for name, file in toolkit.libraries.items()}
+    root = _root(toolkit.nvcc)
     stubs = [*root.glob("lib*/stubs/libcuda.so"), *root.glob("targets/*/lib/stubs/libcuda.so")]
     if not stubs and "libcuda.so " not in probe.run(["/sbin/ldconfig", "-p"]).stdout:
         values["GGML_CUDA_NO_VMM"] = "ON"  # the driver's library, which it would link, is missing

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +67,8 @@ def find_compiler() -> Compiler | None:
         pairs = [("cc", "c++"), ("gcc", "g++"), ("clang", "clang++")]
     for cc, cxx in pairs:
         if all(command.split() and shutil.which(shlex.split(command)[0]) for command in (cc, cxx)):
-            said = [run([*shlex.split(command), "--version"]).stdout for command in (cc, cxx)]
-            lines = [(text.splitlines() or ["unknown version"])[0] for text in said]
+            outputs = [run([*shlex.split(command), "--version"]).stdout for command in (cc, cxx)]
+            lines = [(text.splitlines() or ["unknown version"])[0] for text in outputs]
             return Compiler(cc, cxx, "; ".join(lines))
     return None
 
@@ -116,6 +117,30 @@ def cores() -> int:
         n = len(os.sched_getaffinity(0))
     quota = cgroup.cpus()
     return n if quota is None else max(1, min(n, math.ceil(quota)))
+
+
+def compute_cores(devices: Path = Path("/sys/devices")) -> int:
+    """The number of threads that llama.cpp computes with by default: one per physical core, of two
+    kinds of cores the fast ones; but no more than `cores`."""
+    n = os.cpu_count() or 1
+    if platform.system() == "Darwin":
+        said = run(["sysctl", "-n", "hw.perflevel0.physicalcpu", "hw.physicalcpu"]).stdout
+        n = next((int(word) for word in said.split() if word.isdecimal()), n)
+    elif hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+        with suppress(OSError):  # only machines with two kinds of cores by Intel have this file
+            allowed = allowed & numbers((devices / "cpu_core/cpus").read_text()) or allowed
+        places = (devices / f"system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
+        n = len({place.read_text() for place in places if place.is_file()}) or len(allowed)
+    elif n > 4:
+        n //= 2
+    return min(n, cores())
+
+
+def numbers(text: str) -> set[int]:
+    """`0-2,5` -> 0, 1, 2, 5."""
+    ends = (part.partition("-") for part in text.strip().split(","))
+    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
 def memory() -> int:
@@ -170,9 +195,9 @@ def probe(compiler: Compiler, native: bool) -> Probe:
         folder = Path(temp)
         code = "#include <string_view>\n#include <thread>\nint main() {\n"
         code += 'std::thread t([] {}); t.join(); return std::string_view("x").size() - 1; }\n'
-        said = _compile(compiler.cxx, folder / "cxx.cpp", code, ["-std=c++17", "-pthread"])
-        if said:
-            raise SparqError(f"{compiler.cxx} cannot build a C++17 program: {said}", _INSTALL)
+        error = _compile(compiler.cxx, folder / "cxx.cpp", code, ["-std=c++17", "-pthread"])
+        if error:
+            raise SparqError(f"{compiler.cxx} cannot build a C++17 program: {error}", _INSTALL)
         if run([str(folder / "cxx")]).returncode != 0:
             raise SparqError(
                 f"the program that {compiler.cxx} made in {folder.parent} does not run",
@@ -191,11 +216,11 @@ def probe(compiler: Compiler, native: bool) -> Probe:
     return Probe(tuple(isa), tuple(flags), off, openmp)
 
 
-def without(found: Probe, feature: str, why: str) -> Probe:
+def without(cpu: Probe, feature: str, why: str) -> Probe:
     """The same machine with a feature switched off: an instruction set, or a part of ggml."""
     switches = next((s for name, _, s, _ in _X86 if name == feature), [])
-    isa = tuple(name for name in found.isa if name != feature)
-    return Probe(isa, (*found.flags, *switches), {**found.off, feature: why}, found.openmp)
+    isa = tuple(name for name in cpu.isa if name != feature)
+    return Probe(isa, (*cpu.flags, *switches), {**cpu.off, feature: why}, cpu.openmp)
 
 
 def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
@@ -205,8 +230,8 @@ def _probe_x86(compiler: Compiler, folder: Path) -> tuple[list[str], list[str], 
     for i, (_, macro, _, statement) in enumerate(_X86):
         code += f"#ifdef {macro}\n  case {i}: {{ {statement} break; }}\n#endif\n"
     code += "  default: return 3;\n  }\n  w = v;\n  return 0;\n}\n"
-    if said := _compile(compiler.cc, folder / "isa.c", code, ["-march=native", "-D_GNU_SOURCE"]):
-        return [], [], {"isa probe": f"did not compile: {said}"}
+    if error := _compile(compiler.cc, folder / "isa.c", code, ["-march=native", "-D_GNU_SOURCE"]):
+        return [], [], {"isa probe": f"did not compile: {error}"}
     isa, flags, off = [], [], {}
     for i, (name, _, switches, _) in enumerate(_X86):
         status = run([str(folder / "isa"), str(i)]).returncode

@@ -96,13 +96,13 @@ def fault(folder: Path, gpu: bool = False) -> Fault | None:
     )
 
 
-def suspects(found: Fault, isa: tuple[str, ...]) -> list[str]:
+def suspects(fault: Fault, isa: tuple[str, ...]) -> list[str]:
     """The features that may be at fault, the likeliest first.
 
     Args:
         isa: the instruction sets in use, the oldest first.
     """
-    likely = [BUFFERS[found.buffer]] if found.buffer in BUFFERS else [*reversed(isa), PLAIN]
+    likely = [BUFFERS[fault.buffer]] if fault.buffer in BUFFERS else [*reversed(isa), PLAIN]
     return [*likely, *(name for name in reversed(isa) if name not in likely)]
 
 
@@ -150,8 +150,8 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
 def _gpus(base: Any, folder: Path) -> Iterator[tuple[int, int, bool]]:
     """Likewise each GPU. Ends the process if there is none: ggml has said why."""
     ggml = declare(ctypes.CDLL(str(folder / system.library("ggml"))))
-    found = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
-    devices = [device for device in found if base.ggml_backend_dev_type(device) in _GPUS]
+    pointers = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+    devices = [device for device in pointers if base.ggml_backend_dev_type(device) in _GPUS]
     if not devices:
         sys.exit(1)
     for device in devices:
@@ -171,8 +171,8 @@ def _product(base: Any, backend: int, buffer_type: int, kind: str, n_token: int)
         if not base.ggml_backend_dev_supports_op(base.ggml_backend_get_device(backend), y):
             wrong = 0.0
         else:
-            found = _computed(base, backend, of_tokens, y, [(w, data), (x_in, x)])
-            wrong = _error(found, x.astype(np.float64) @ weights.T)
+            result = _computed(base, backend, of_tokens, y, [(w, data), (x_in, x)])
+            wrong = _error(result, x.astype(np.float64) @ weights.T)
         base.ggml_backend_buffer_free(buffer)
     return wrong
 
@@ -194,17 +194,17 @@ def _attention(base: Any, backend: int, fast: int, n_token: int) -> float:
         named = dict(zip(("q", "k", "v", "mask"), tensors, strict=True))
         y = base.ggml_sparse_attn_prefill(context, sources(**named), params)
         values = list(zip(tensors, (q, k, v, mask), strict=True))
-        found = _computed(base, backend, context, y, values).reshape(n_token, n_head, width)
+        result = _computed(base, backend, context, y, values).reshape(n_token, n_head, width)
     k, v = (array[:, 0].astype(np.float64) for array in (k, v))
     mass = np.exp(q @ k.T * width**-0.5)
-    return _error(found, mass @ v / mass.sum(-1, keepdims=True))
+    return _error(result, mass @ v / mass.sum(-1, keepdims=True))
 
 
-def _error(found: Any, expected: Any) -> float:
+def _error(result: Any, expected: Any) -> float:
     """The largest error of a token, as a share of what is expected."""
     axes = tuple(range(1, expected.ndim))
     size = np.sqrt((expected**2).sum(axes))
-    return float((np.sqrt(((found - expected) ** 2).sum(axes)) / size).max())
+    return float((np.sqrt(((result - expected) ** 2).sum(axes)) / size).max())
 
 
 def _computed(base: Any, backend: int, context: int, y: Any, values: list[tuple[Any, Any]]) -> Any:
@@ -216,10 +216,10 @@ def _computed(base: Any, backend: int, context: int, y: Any, values: list[tuple[
         base.ggml_backend_tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
     if base.ggml_backend_graph_compute(backend, graph) != 0:
         raise RuntimeError("ggml_backend_graph_compute failed")
-    found = np.full(list(reversed(y.contents.ne[:2])), np.nan, np.float32)
-    base.ggml_backend_tensor_get(y, found.ctypes.data, 0, found.nbytes)
+    result = np.full(list(reversed(y.contents.ne[:2])), np.nan, np.float32)
+    base.ggml_backend_tensor_get(y, result.ctypes.data, 0, result.nbytes)
     base.ggml_backend_buffer_free(buffer)
-    return found
+    return result
 
 
 @contextmanager

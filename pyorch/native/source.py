@@ -127,9 +127,9 @@ def fetch(pin: Pin, source: Source) -> None:
             raise _wrong_sum(pin, digest)
 
 
-def _wrong_sum(pin: Pin, found: str) -> SparqError:
+def _wrong_sum(pin: Pin, digest: str) -> SparqError:
     return SparqError(
-        f"wrong checksum for {pin.filename}: sha256 {found[:12]}.., expected "
+        f"wrong checksum for {pin.filename}: sha256 {digest[:12]}.., expected "
         f"{pin.sha256[:12]}..; the file was deleted",
         "try again; if it repeats, your package index serves another file: "
         "set SPARQ_LLAMA_SOURCE to a copy that you trust",

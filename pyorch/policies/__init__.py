@@ -20,7 +20,7 @@ from typing import Any
 
 from pyorch import engine
 from pyorch.attention import line
-from pyorch.attention.bytes import per_token
+from pyorch.attention.cost import per_token
 from pyorch.attention.spec import METHODS, AttentionSpec, parse_spec
 from pyorch.errors import SparqError, nearest
 from pyorch.policies.alisa import Alisa

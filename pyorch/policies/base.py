@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from pyorch.attention import line
-from pyorch.attention.bytes import mean_bytes
+from pyorch.attention.cost import mean_bytes
 from pyorch.attention.spec import DEFAULT_RATIO, MEAN_V
 from pyorch.errors import SparqError, nearest
 from pyorch.policies.prompt import Prompt

@@ -199,9 +199,9 @@ class PolicyWatch:
             SparqError: cells are not in the order of positions.
         """
         n_pos = self.n_tokens + 1
-        wanted = source_of(t, "wanted")
-        assert wanted is not None
-        newest, *first = view(wanted)[0, 0, 0, t.op_params[I_FORCED] :]
+        rows = source_of(t, "wanted")
+        assert rows is not None
+        newest, *first = view(rows)[0, 0, 0, t.op_params[I_FORCED] :]
         hidden = np.isneginf(logits[0])
         in_order = newest == n_pos - 1 and all(c in (i, -1) for i, c in enumerate(first))
         if not in_order or hidden[:n_pos].any() or not hidden[n_pos:].all():

@@ -17,7 +17,7 @@ from llama import Context, Model, SpecError, bindings, log_text
 from run import N_CTX, N_PROMPT, N_STEP, OURS, PLAIN, SPARSE, read, step
 from suite import Outcome
 
-from pyorch.attention.bytes import layer_costs, shadow_bytes
+from pyorch.attention.cost import layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
 from pyorch.ggml import BY_NAME
 from pyorch.models.geometry import geometry

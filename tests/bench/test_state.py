@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pyorch import engine
-from pyorch.engine import sparse
+from pyorch.engine import c_functions
 from pyorch.errors import SparqError
 from pyorch.measure import state
 from pyorch.measure.process import Subject
@@ -73,7 +73,7 @@ def test_state_seals_every_complete_group(model: Path) -> None:
         session = subject.session
         assert session is not None
         assert engine.info(session).counter("groups_sealed") == 2000 // 64 * 2  # two layers
-        check = sparse.function(
+        check = c_functions.function(
             session.lib, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
         )
         assert check(session.ctx) == 0

@@ -27,8 +27,8 @@ from pyorch import engine, paths
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli.summary import why_dense
 from pyorch.engine import library, loading
+from pyorch.engine.c_functions import AttentionInfo
 from pyorch.engine.chat_template import ChatTemplate
-from pyorch.engine.sparse import AttentionInfo
 from pyorch.errors import SparqError
 from pyorch.models import memory
 

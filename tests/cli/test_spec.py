@@ -10,7 +10,7 @@ import pytest
 
 from pyorch import native
 from pyorch.attention import spec as settings
-from pyorch.attention.bytes import split
+from pyorch.attention.cost import split
 from pyorch.attention.spec import (
     AttentionSpec,
     LayerK,

@@ -36,7 +36,7 @@ import tiny
 from llama import Context, Model, Token, log_text
 from nodes import Attend, Watch
 
-from pyorch.attention.bytes import split
+from pyorch.attention.cost import split
 from pyorch.attention.spec import AttentionSpec, LayerK
 
 HEAD_DIM = 32

@@ -20,7 +20,7 @@ from tiny_gguf import text_of, write_tiny_gguf
 
 import pyorch
 from pyorch import engine, paths
-from pyorch.attention.bytes import layer_costs, shadow_bytes
+from pyorch.attention.cost import layer_costs, shadow_bytes
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.engine import Rope, Sampling
 from pyorch.engine.sampling import REPEAT_LAST_N
@@ -260,7 +260,7 @@ def test_a_fast_prompt_is_counted(
 def test_a_sparse_prompt_is_counted(session: engine.Session, method: str) -> None:
     """By the key of the spec, from min_ctx on; and never without it."""
 
-    def read(n: int, spec: str) -> tuple[np.ndarray, engine.sparse.AttentionInfo]:
+    def read(n: int, spec: str) -> tuple[np.ndarray, engine.AttentionInfo]:
         engine.rewind(session, 0)
         engine.reset_counters(session)
         values = logits_with(session, engine.tokenize(session, text_of(n)), spec)

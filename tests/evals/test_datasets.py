@@ -156,7 +156,7 @@ def test_an_answer_is_scored_as_it_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     for said, want in ((" Fresno, California", 1), (" California", 0)):
         parrot = Parrot(said.encode())
         outcome = qa.score(Decoder(parrot.install(monkeypatch)), e)
-        assert (outcome.score, outcome.said) == (want, said[:7])
+        assert (outcome.score, outcome.reply) == (want, said[:7])
         assert parrot.asked[0] == 2 and len(parrot.asked) == 7
 
 

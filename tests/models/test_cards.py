@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pyorch import engine
-from pyorch.attention.bytes import cache_bytes, split
+from pyorch.attention.cost import cache_bytes, split
 from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
 from pyorch.models import cards, layers, synth

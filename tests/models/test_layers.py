@@ -14,7 +14,7 @@ import pytest
 import tiny as tiny_models
 
 from pyorch import engine
-from pyorch.attention.bytes import cache_bytes, layer_costs, shadow_bytes
+from pyorch.attention.cost import cache_bytes, layer_costs, shadow_bytes
 from pyorch.attention.spec import parse_spec
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_checks import TEXTLESS, WHOLE_ROPE

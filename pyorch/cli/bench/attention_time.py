@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.attention.bytes import CELLS, per_token
+from pyorch.attention.cost import CELLS, per_token
 from pyorch.cli.bench.comparison import (
     NUMA,
     CacheCase,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import native, table
-from pyorch.attention.bytes import CELLS, GROUP, N_BATCH, layer_costs, per_token
+from pyorch.attention.cost import CELLS, GROUP, N_BATCH, layer_costs, per_token
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
 from pyorch.cli.bench.comparison import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any
 
-from pyorch.attention.bytes import per_token
+from pyorch.attention.cost import per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
 
