@@ -45,7 +45,8 @@ function(sparq_attach)
     file(GLOB llama_sources CONFIGURE_DEPENDS ${ops}/llama/*.cpp)
     target_sources(llama PRIVATE ${llama_sources})
     target_include_directories(llama PUBLIC $<BUILD_INTERFACE:${ops}/llama>)
-    set_source_files_properties(${llama_sources} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    set_source_files_properties(${llama_sources} TARGET_DIRECTORY llama PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON
+        COMPILE_OPTIONS $<$<CXX_COMPILER_ID:GNU>:-Wshadow=local>) # local: constructors of llama.cpp's headers shadow members
 endfunction()
 
 cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL sparq_attach)

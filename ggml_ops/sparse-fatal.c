@@ -16,10 +16,11 @@ void ggml_sparse_report_fatal_signals(const char * hint) {
 static const struct {
     int number;
     const char * text;
+    const char * hint; // NULL: the program's
 } FATAL[] = {
     { SIGILL, "SIGILL (illegal instruction)" },
     { SIGSEGV, "SIGSEGV (segmentation fault)" },
-    { SIGBUS, "SIGBUS (bus error)" },
+    { SIGBUS, "SIGBUS (bus error)", "a model or a document was made shorter while it was in use, or its disk failed: get the file again" },
     { SIGFPE, "SIGFPE (floating point exception)" },
     { SIGABRT, "SIGABRT (aborted)" },
 };
@@ -37,11 +38,13 @@ static void put(const char * text) {
 static void on_fatal(int number) {
     put("\nerror: this program died of "); // something else may be on the line
     for (int i = 0; i < N_FATAL; i++) {
-        put(FATAL[i].number == number ? FATAL[i].text : "");
+        if (FATAL[i].number == number) {
+            put(FATAL[i].text);
+            put("\nhint: ");
+            put(FATAL[i].hint ? FATAL[i].hint : last_hint);
+            put("\n");
+        }
     }
-    put("\nhint: ");
-    put(last_hint);
-    put("\n");
     raise(number); // it is held back until we return, and then has its default action
 }
 

@@ -31,15 +31,15 @@ def clean() -> dict[str, str]:
 
 
 @contextmanager
-def serving(tools: Path, log: Path, *args: object) -> Iterator[str]:
+def serving(tools: Path, log: Path, *args: object, **env: str) -> Iterator[str]:
     """A server on a free port: its address. At the end it has ended, and written its `log`."""
-    with started(tools, log, *args) as (url, _):
+    with started(tools, log, *args, **env) as (url, _):
         yield url
 
 
 @contextmanager
 def started(
-    tools: Path, log: Path, *args: object, ends: int = 0, by: int = signal.SIGTERM
+    tools: Path, log: Path, *args: object, ends: int = 0, by: int = signal.SIGTERM, **env: str
 ) -> Iterator[tuple[str, int]]:
     """The same, with the number of its process. ends: how, -9 if the test kills it; by: what."""
     line = [tools / "llama-server", "--host", "127.0.0.1", "--port", 0, *args]
@@ -47,7 +47,7 @@ def started(
         log.open("w") as f,
         subprocess.Popen(
             [str(a) for a in line],
-            env=clean(),
+            env=clean() | env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=f,

@@ -396,6 +396,8 @@ def _add_key(w: gguf.GGUFWriter, name: str, value: Any) -> None:
         w.add_uint32(name, value)
     elif isinstance(value, float):
         w.add_float32(name, value)
+    elif isinstance(value, str):
+        w.add_string(name, value)
     else:
         w.add_array(name, value)
 

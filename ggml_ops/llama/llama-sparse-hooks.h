@@ -25,7 +25,7 @@ struct llama_sparse_access; // the one friend of the classes of llama.cpp that w
 // The constructor: before the cache is made, then at the end. The settings that a new context has by default, see llama_sparse_attn_default().
 // Both throw std::runtime_error, in one line.
 void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params); // turns flash attention on
-void llama_sparse_context_end  (llama_context * ctx,     const llama_context_params & params);
+void llama_sparse_context_end  (llama_context * ctx);
 
 // sched_reserve(): how many nodes a graph may have for sparse attention, beside those that llama.cpp makes room for; 0 while it was never asked for
 uint32_t llama_sparse_max_nodes(const llama_context & ctx);
@@ -69,8 +69,8 @@ void llama_sparse_cells_moved(
 // All of K and V is about to be set to zero. Before it is, since the pages of a document's file must be unmapped first
 void llama_sparse_cells_cleared(llama_sparse_shadow * shadow);
 
-// The memory that K and V of layer il get, where llama.cpp would take buft: the CPU's for the layers that SPARQ_KV_IN_MEMORY lists, "0,3,7". So K and V
-// of some layers can lie on a GPU and those of others in memory. Throws std::runtime_error, in one line: that is no such list
+// The memory that K and V of layer il get, where llama.cpp would take buft: the CPU's for the layers that SPARQ_KV_IN_MEMORY lists, "0,3,7", but for
+// those of a draft. So K and V of some layers can lie on a GPU and those of others in memory. Throws std::runtime_error, in one line: that is no such list
 ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft, uint32_t il);
 
 // Sets a buffer of K and V to zero, in place of ggml_backend_buffer_clear(). Where the system can, its pages are given back and come again when they

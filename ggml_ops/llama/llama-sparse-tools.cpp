@@ -29,31 +29,32 @@ std::string llama_sparse_arg(const std::string & spec) {
     return spec;
 }
 
-// of the scope that is there; empty: none is
+// of the scope that is there; no path: none is
 static thread_local std::string scope_spec, scope_path;
 
 // of the program: the spec of its first scope. Other threads read it later
 static std::string program_spec;
 
-llama_sparse_scope::llama_sparse_scope(const std::string & spec, const std::string & path_model) : is_set(!spec.empty()) {
-    if (is_set) {
-        scope_spec   = spec;
-        scope_path   = path_model;
-        if (program_spec.empty()) {
-            program_spec = spec;
-        }
-        llama_sparse_attn_default(spec.c_str());
+static void take_spec_of_scope() {
+    llama_sparse_attn_default(scope_spec.empty() ? nullptr : scope_spec.c_str());
+}
+
+llama_sparse_scope::llama_sparse_scope(const std::string & spec, const std::string & path_model) {
+    scope_spec = spec;
+    scope_path = path_model;
+    if (program_spec.empty()) {
+        program_spec = spec;
     }
+    take_spec_of_scope();
 }
 
 llama_sparse_scope::~llama_sparse_scope() {
-    if (is_set) {
-        scope_spec.clear();
-        llama_sparse_attn_default(nullptr);
-    }
+    scope_spec.clear();
+    scope_path.clear();
+    take_spec_of_scope();
 }
 
-llama_sparse_measured::llama_sparse_measured(const std::string & path_model) : is_other(!scope_spec.empty() && path_model != scope_path) {
+llama_sparse_measured::llama_sparse_measured(const std::string & path_model) : is_other(!scope_path.empty() && path_model != scope_path) {
     if (is_other) {
         llama_sparse_attn_default("");
     }
@@ -61,7 +62,7 @@ llama_sparse_measured::llama_sparse_measured(const std::string & path_model) : i
 
 llama_sparse_measured::~llama_sparse_measured() {
     if (is_other) {
-        llama_sparse_attn_default(scope_spec.c_str());
+        take_spec_of_scope();
     }
 }
 
@@ -180,9 +181,9 @@ std::vector<known_document> read_list(const char * list) {
     return res;
 }
 
-const std::vector<known_document> & documents() {
+std::vector<known_document> & documents() {
     static const char * list = getenv("SPARQ_DOCUMENTS");
-    static const std::vector<known_document> all = list ? read_list(list) : std::vector<known_document>();
+    static std::vector<known_document> all = list ? read_list(list) : std::vector<known_document>();
     return all;
 }
 
@@ -193,6 +194,21 @@ size_t n_common(const std::vector<llama_token> & a, const std::vector<llama_toke
 } // namespace
 
 bool llama_sparse_has_documents() { return !documents().empty(); }
+
+void llama_sparse_check_documents(llama_context * ctx) {
+    char own[4096] = "";
+    llama_sparse_document_kind(ctx, own, sizeof(own)); // or why it has none
+    const auto rows_of  = [](const std::string & kind) { return kind.substr(0, kind.find('\n')); };
+    const auto is_other = [&](const known_document & d) {
+        const bool res = rows_of(d.kind) != rows_of(own);
+        if (res) {
+            LLAMA_LOG_WARN("sparse document: %s is not used: it has K and V in %s, but here: %s; hint: take the cache types, the rotations (--rope-*) and "
+                    "about the context that it was read with\n", d.path.c_str(), rows_of(d.kind).c_str(), rows_of(own).c_str());
+        }
+        return res;
+    };
+    documents().erase(std::remove_if(documents().begin(), documents().end(), is_other), documents().end());
+}
 
 bool llama_sparse_override_matters(const char * key) {
     const std::string_view name = key, lengths = "context_length"; // also the original one, which is a part of the rotations
@@ -210,8 +226,10 @@ void llama_sparse_train_on(llama_model * model, uint32_t n_ctx) {
     model->hparams.n_ctx_train = std::max(model->hparams.n_ctx_train, n_ctx);
 }
 
+static size_t stack_bytes; // of a thread
+
 void llama_sparse_begin() {
-    llama_sparse_deep_stacks();
+    stack_bytes = llama_sparse_deep_stacks();
 }
 
 bool llama_sparse_no_config() {
@@ -220,13 +238,15 @@ bool llama_sparse_no_config() {
 
 static std::atomic<size_t> most_bytes{ 0 }; // of a text; 0: this is no server
 
-void llama_sparse_limit_texts(const llama_model * model, uint32_t n_ctx) {
+void llama_sparse_serve(llama_context * ctx) {
+    llama_set_abort_callback(ctx, [](void *) { return llama_sparse_is_ending(); }, nullptr);
+    const llama_vocab & vocab = ctx->get_model().vocab;
     size_t longest = 0;
-    for (llama_token token = 0; token < (llama_token) model->vocab.n_tokens(); ++token) {
-        longest = std::max(longest, model->vocab.token_to_piece(token).size());
+    for (llama_token token = 0; token < (llama_token) vocab.n_tokens(); ++token) {
+        longest = std::max(longest, vocab.token_to_piece(token).size());
     }
     constexpr size_t SECONDS = 4 << 20; // a text of this length takes as long, and a client may count its tokens
-    most_bytes = std::max(SECONDS, n_ctx*longest);
+    most_bytes = std::max(SECONDS, llama_n_ctx_seq(ctx)*longest);
 }
 
 void llama_sparse_check_text(const std::string & text) {
@@ -246,7 +266,7 @@ void llama_sparse_check_text(const std::string & text) {
             longest  = std::max(longest, run);
         }
     }
-    if (longest > llama_sparse_stack_size()/FRAMES) {
+    if (longest > stack_bytes/FRAMES) {
         throw std::invalid_argument("a text with " + std::to_string(longest) + " characters in a row without white space, or of nothing else");
     }
 }
@@ -261,7 +281,8 @@ bool llama_sparse_has_window(llama_context * ctx, llama_seq_id slot, size_t n_he
 // can a slot go back to its first n_held tokens? Recurrent layers cannot, and windows only as far as they reach
 static bool can_go_back(llama_context * ctx, llama_seq_id slot, size_t n_held) {
     const auto n_seen = (llama_pos) n_held - llama_model_n_swa(&ctx->get_model()) - 1; // llama-server's own limit
-    return llama_get_memory(ctx)->seq_pos_min(slot) <= std::max(n_seen, 0);
+    const auto * memory = llama_get_memory(ctx); // nullptr, of a model that only embeds
+    return memory && memory->seq_pos_min(slot) <= std::max(n_seen, 0);
 }
 
 bool llama_sparse_document_take(llama_context * ctx, llama_seq_id slot, const std::vector<llama_token> & prompt, size_t n_held, bool goes_on,

@@ -33,13 +33,10 @@ template <typename Arg, typename Params, typename Add, typename Example> void ll
 struct llama_sparse_scope {
     LLAMA_API llama_sparse_scope(const std::string & spec, const std::string & path_model);
     LLAMA_API ~llama_sparse_scope();
-
-private:
-    bool is_set;
 };
 
-// Under a scope, the memory of a draft is measured too, by a context of its own: while one of these is there, contexts have no spec if
-// `path_model` is not the scope's.
+// Under a scope, the memory of a draft is measured too, by a context of its own: while one of these is there, contexts are those of a draft if
+// `path_model` is not the scope's, without a spec.
 struct llama_sparse_measured {
     LLAMA_API explicit llama_sparse_measured(const std::string & path_model);
     LLAMA_API ~llama_sparse_measured();
@@ -87,6 +84,9 @@ LLAMA_API std::string llama_sparse_metrics(llama_context * ctx);
 
 // Were documents named, in the list that the variable SPARQ_DOCUMENTS names?
 LLAMA_API bool llama_sparse_has_documents();
+
+// Leaves out those that this context cannot open, because its K and V are others, and warns of them
+LLAMA_API void llama_sparse_check_documents(llama_context * ctx);
 
 // The document that has more of `prompt` than the n_held tokens that a slot holds already takes their place, and `tokens` are what the slot holds
 // then: none, if that failed. False: nothing changed. goes_on: the slot holds no other tokens, which would have to be taken back. why_not: why such a
@@ -169,12 +169,12 @@ void llama_sparse_document_use(const Params & params, Slot & slot, const Task & 
 // Upstream does so for YaRN, and then up to a length of its own
 LLAMA_API void llama_sparse_train_on(llama_model * model, uint32_t n_ctx);
 
-// llama-server: a slot has room for n_ctx tokens
-LLAMA_API void llama_sparse_limit_texts(const llama_model * model, uint32_t n_ctx);
+// llama-server: its context is made. A text may be as long as a slot, and a signal stops a prompt that is read
+LLAMA_API void llama_sparse_serve(llama_context * ctx);
 
-template <typename Params> void llama_sparse_serve_stretched(const llama_context * ctx, llama_model * model, const Params & params) {
-    llama_sparse_limit_texts(model, llama_n_ctx_seq(ctx));
-    llama_sparse_has_documents(); // opens them before the first request: one that is replaced by then would not be what the list says
+template <typename Params> void llama_sparse_serve_stretched(llama_context * ctx, llama_model * model, const Params & params) {
+    llama_sparse_serve(ctx);
+    llama_sparse_check_documents(ctx); // opens them before the first request: one that is replaced by then would not be what the list says
     const Params none{};
     if (params.rope_scaling_type != none.rope_scaling_type || params.rope_freq_base != none.rope_freq_base ||
             params.rope_freq_scale != none.rope_freq_scale || params.yarn_orig_ctx != none.yarn_orig_ctx ||

@@ -21,6 +21,7 @@ struct llama_sparse_access {
     static bool         has_other    (const llama_kv_cache & kv) { return kv.other != nullptr; }
     static bool         v_trans      (const llama_kv_cache & kv) { return kv.v_trans; }
     static bool         attn_rot_k   (const llama_kv_cache & kv) { return kv.attn_rot_k; }
+    static bool         attn_rot_v   (const llama_kv_cache & kv) { return kv.attn_rot_v; }
     static int32_t      n_embd_head_k(const llama_kv_cache & kv) { return kv.n_embd_head_k_all; }
 
     static llama_kv_cache & kv   (const llama_kv_cache_context & mctx) { return *mctx.kv; }

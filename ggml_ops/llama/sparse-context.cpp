@@ -3,6 +3,7 @@
 #include "sparse-guarded.h"
 #include "sparse-input.h"
 #include "sparse-seal.h"
+#include "sparse-system.h"
 
 #include "llama-hparams.h"
 #include "llama-impl.h"
@@ -260,17 +261,18 @@ int32_t llama_sparse_attn_default(const char * spec) {
     });
 }
 
-// the layers of a draft are not those that an environment variable was written for
-static bool is_draft(const llama_context_params & params) { return params.ctx_other != nullptr; }
+static thread_local bool makes_draft = false;
+
+bool llama_sparse_makes_draft() { return makes_draft; }
 
 // "" or the spec that a new context begins with, and in `from` who says so
-static std::string default_spec(const llama_context_params & params, std::string & from) {
+static std::string default_spec(std::string & from) {
     if (thread_default) {
         return *thread_default;
     }
     const char * text = getenv("SPARQ_ATTN");
     from = "SPARQ_ATTN: ";
-    return text && !is_draft(params) ? text : "";
+    return text && !makes_draft ? text : "";
 }
 
 static std::runtime_error in_one_line(const std::string & from, const std::string & what) {
@@ -278,8 +280,9 @@ static std::runtime_error in_one_line(const std::string & from, const std::strin
 }
 
 void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params) {
+    makes_draft = params.ctx_other || (thread_default && thread_default->empty()); // see llama_sparse_measured
     std::string from;
-    const std::string text = default_spec(params, from);
+    const std::string text = default_spec(from);
     try {
         if (!text.empty() && llama_sparse_spec::parse(text).method != LLAMA_SPARSE_OFF && !cparams.flash_attn) {
             LLAMA_LOG_WARN("%s: %sturning flash attention on, which the program had turned off\n", __func__, from.c_str());
@@ -290,15 +293,15 @@ void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_par
     }
 }
 
-void llama_sparse_context_end(llama_context * ctx, const llama_context_params & params) {
+void llama_sparse_context_end(llama_context * ctx) {
     const uint32_t n_layer = ctx->get_model().hparams.n_layer_all;
     for (uint32_t il : llama_sparse_kv_in_memory()) {
-        if (il >= n_layer && !is_draft(params)) {
+        if (il >= n_layer && !makes_draft) {
             LLAMA_LOG_WARN("%s: SPARQ_KV_IN_MEMORY: there is no layer %u; the last one is %u\n", __func__, il, n_layer - 1);
         }
     }
     std::string from;
-    const std::string text = default_spec(params, from);
+    const std::string text = default_spec(from);
     if (text.empty()) {
         return;
     }
@@ -337,6 +340,9 @@ void llama_sparse_decode_failed(llama_memory_i * memory) {
     auto * kv = llama_sparse_find_cache(memory);
     if (kv && access::shadow(*kv)) {
         access::shadow(*kv)->rollback();
+    }
+    if (llama_sparse_is_ending()) {
+        throw std::runtime_error("the program ends"); // llama-server would read the same in smaller batches
     }
 }
 

@@ -10,6 +10,7 @@
 #include "sparse-system.h"
 
 #include "llama-impl.h"
+#include "llama-model.h"
 
 #include "sparse-codes.h"
 #include "sparse-layout.h"
@@ -18,6 +19,8 @@
 #include <cerrno>
 #include <cstring>
 #include <future>
+#include <locale>
+#include <sstream>
 #include <stdexcept>
 
 namespace {
@@ -25,8 +28,7 @@ namespace {
 // Parts of the image begin on a page of any system that we know
 constexpr uint64_t ALIGN = 64*1024;
 
-// Only what lies in buffers of this size and more is mapped. The C library maps memory of this size by itself, and gives it back by unmapping it,
-// whatever its pages are by then; below, pages could go on to hold something else
+// Only what lies in buffers of this size and more is mapped: a smaller one is copied in no time
 constexpr size_t MIN_MAPPED = 64 << 20;
 
 // A document begins at a cell where a run and a sum block begin
@@ -108,20 +110,29 @@ const llama_sparse_shadow::layer * shadowed_layer(llama_kv_cache & kv) {
     return nullptr;
 }
 
-// RoPE, and whether tokens see what comes after them
-std::string kind_of_rotations(const llama_cparams & c) {
-    char res[256];
-    snprintf(res, sizeof(res), "rope=%.9g/%.9g/%u/%.9g/%.9g/%.9g/%.9g%s", c.rope_freq_base, c.rope_freq_scale, c.n_ctx_orig_yarn, c.yarn_ext_factor,
-            c.yarn_attn_factor, c.yarn_beta_fast, c.yarn_beta_slow, c.causal_attn ? "" : ",not causal");
-    return res;
-}
-
-// what K and V are, beside the weights. What else could change them (adapters, control vectors, other metadata) no document is made with, and
-// llama-server uses none with it
+// What K and V are, beside the weights: types, Hadamard rotations, RoPE, which of its two tables a model takes for a context of this length, and whether
+// tokens see what comes after them. What else could change them (adapters, control vectors, other metadata) no document is made with, and llama-server
+// uses none with it
 std::string kind_of_rows(const llama_context & ctx, const llama_sparse_memory & m) {
+    const auto & c     = ctx.get_cparams();
     const auto & layer = llama_sparse_access::layers(*m.kv).front();
-    return std::string(ggml_type_name(layer.k->type)) + "/" + ggml_type_name(layer.v->type) + ",rotated=" + std::to_string(llama_sparse_n_rot(*m.kv)) +
-            "," + kind_of_rotations(ctx.get_cparams()) + (m.has_state() ? ",state=" + std::to_string(m.state_bytes()) : "");
+    const auto & table = ctx.get_model().layers[layer.il];
+    std::ostringstream res;
+    res.imbue(std::locale::classic()); // whatever the program writes for a decimal point
+    res.precision(9);
+    res << ggml_type_name(layer.k->type) << "/" << ggml_type_name(layer.v->type) << ",rotated=" << llama_sparse_n_rot(*m.kv);
+    if (ggml_is_quantized(layer.v->type)) { // no other V is rotated
+        res << (llama_sparse_access::attn_rot_v(*m.kv) ? "/v" : "/-");
+    }
+    res << ",rope=" << c.rope_freq_base << "/" << c.rope_freq_scale << "/" << c.n_ctx_orig_yarn << "/" << c.yarn_ext_factor << "/"
+        << c.yarn_attn_factor << "/" << c.yarn_beta_fast << "/" << c.yarn_beta_slow << (c.causal_attn ? "" : ",not causal");
+    if (table.rope_long) {
+        res << (ctx.get_model().get_rope_factors(c, layer.il) == table.rope_long ? ",long" : ",short");
+    }
+    if (m.has_state()) {
+        res << ",state=" << m.state_bytes();
+    }
+    return res.str();
 }
 
 // what the shadow is: its type, sums of V, layers, which a GPU may have without, and what its bytes mean; "": there is none
@@ -357,7 +368,7 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     const std::string text = kind ? kind : "", rows_kind = text.substr(0, text.find('\n'));
     if (rows_kind != kind_of_rows(ctx, m)) {
         throw std::runtime_error("the document has K and V in " + rows_kind + ", the context in " + kind_of_rows(ctx, m) +
-                "\ntake the cache types and the rotations (--rope-*) that it was read with");
+                "\ntake the cache types, the rotations (--rope-*) and about the context that it was read with");
     }
     auto & shadow = llama_sparse_access::shadow(kv);
     if (!shadow) {

@@ -175,7 +175,7 @@ ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_
 // The tokens [lo, hi) by llama.cpp's own attention. Its function calls our hook again, which knows a mask by its address, and passes on this view
 ggml_tensor * build_stock(const attention & a, uint32_t lo, uint32_t hi) {
     ggml_tensor * q = ggml_view_3d(a.g.ctx0, a.q, a.q->ne[0], a.q->ne[1], hi - lo, a.q->nb[1], a.q->nb[2], a.q->nb[2]*lo);
-    auto & mask = a.inp.mask_stock[lo]; // of all layers, so that a device gets it once
+    auto & mask = a.inp.mask_stock[{ a.mask, lo }]; // of all layers, so that a device gets it once
     if (!mask) {
         ggml_tensor * all = a.view_mask(lo, hi);
         mask = ggml_view_4d(a.g.ctx0, all, all->ne[0], all->ne[1], all->ne[2], all->ne[3], all->nb[1], all->nb[2], all->nb[3], 0);
@@ -198,12 +198,24 @@ ggml_tensor * build_prompts_between(const attention & a, bool ours) {
         inp.need_keep(a.g);
         return ggml_mul(a.g.ctx0, build_stock(a, inp.tok.lo, inp.tok.hi), inp.keep_prompts);
     }
-    if (!inp.mask_prompt) {
+    auto & mask = inp.mask_prompt[a.mask];
+    if (!mask) {
         inp.need_hide(a.g);
-        inp.mask_prompt = ggml_add(a.g.ctx0, a.view_mask(inp.tok.lo, inp.tok.hi), inp.hide_replies);
-        a.g.cb(inp.mask_prompt, "sparse_mask_prompt", -1);
+        mask = ggml_add(a.g.ctx0, a.view_mask(inp.tok.lo, inp.tok.hi), inp.hide_replies);
+        a.g.cb(mask, "sparse_mask_prompt", -1);
     }
-    return build_prefill(a, inp.tok.lo, inp.tok.hi, inp.mask_prompt);
+    return build_prefill(a, inp.tok.lo, inp.tok.hi, mask);
+}
+
+// The replies by llama.cpp's own attention, as when no prompt is read beside them; zeros for prompts between them
+ggml_tensor * build_stock_replies(const attention & a) {
+    auto & inp = a.inp;
+    ggml_tensor * res = build_stock(a, inp.tok.lo, inp.tok.hi);
+    if (!inp.tok.is_mixed()) {
+        return res;
+    }
+    inp.need_keep(a.g);
+    return ggml_mul(a.g.ctx0, res, ggml_scale_bias(a.g.ctx0, inp.keep_prompts, -1.0f, 1.0f));
 }
 
 // the tokens of a stage out of those of the range, which are dimension d of t
@@ -271,10 +283,10 @@ ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std
 
     const bool latent = is_latent(a);
     int32_t topk_max = 0, rank = 0; // the largest of those that read a selection
-    for (const auto & x : inp.settings) {
-        if (!latent && !inp.reads_all(x, a.il)) {
-            topk_max = std::max(topk_max, x.spec.cap_for(inp.topk_for(x, a.il), inp.n_kv));
-            rank     = std::max(rank, k_t ? inp.rank_for(x, a.il) : 0);
+    for (const auto & one : inp.settings) {
+        if (!latent && !inp.reads_all(one, a.il)) {
+            topk_max = std::max(topk_max, one.spec.cap_for(inp.topk_for(one, a.il), inp.n_kv));
+            rank     = std::max(rank, k_t ? inp.rank_for(one, a.il) : 0);
         }
     }
     const bool all = topk_max == 0;
@@ -346,24 +358,30 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
     return res && a.v_mla ? times_v_mla(a, res) : res;
 }
 
-// The attention of a layer, or nullptr and why it is left to llama.cpp. ours: may PREFILL read the prompts? Else llama.cpp does, and a reply beside
-// them still gets what it gets alone
+// The attention of a layer, or nullptr and why it is left to llama.cpp. ours: PREFILL reads the prompts, else llama.cpp does. Either way a reply gets
+// what it gets without them
 ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string & why) {
     const auto & tok = a.inp.tok;
 
     ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a, a.inp.stages[0]) : nullptr;
 
     const std::string why_exact = is_latent(a) ? why : ""; // why it is read exactly, though by us
-    if (!why.empty() && why_exact.empty()) { // prompts of a layer with a sliding window may be ours, and then also the replies among them
-        return !has_cache && tok.has_prompt() && ours ? build_prefill(a, 0, tok.n, a.mask) : nullptr;
+    const bool is_stock = !why.empty() && why_exact.empty();
+    if (is_stock && (has_cache || !ours)) { // of a layer with a sliding window the prompts may be ours
+        return nullptr;
     }
     if (tok.n_reply == 0) {
-        why = ours ? "" : "prefill";
+        why = is_stock ? why : ours ? "" : "prefill";
         return ours ? build_prefill(a, 0, tok.n, a.mask) : nullptr;
     }
-    build_mask(a);
-    ggml_tensor * res = build_replies(a, k_t, why);
-    why = why.empty() ? why_exact : why;
+    ggml_tensor * res = nullptr;
+    if (is_stock) {
+        res = build_stock_replies(a);
+    } else {
+        build_mask(a);
+        res = build_replies(a, k_t, why);
+        why = why.empty() ? why_exact : why;
+    }
     if (res && tok.is_mixed()) { // a token that sees nothing gives zeros
         res = ggml_add(a.g.ctx0, res, build_prompts_between(a, ours));
     }

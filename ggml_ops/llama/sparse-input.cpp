@@ -445,7 +445,7 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (tells && state->layers.size() != layers.size()) {
         state->layers.clear(); // else the same ones, whose entries are written again: nothing is allocated
     }
-    for (const auto & [il, reason, uses_stock, prompt_uses_stock, _] : layers) {
+    for (const auto & [il, reason, uses_stock, prompt_uses_stock, reads_exactly] : layers) {
         if (tells) {
             state->layers[il] = reason;
         }
@@ -453,6 +453,8 @@ void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
             state->n_stock[reason] += tok.n;
         } else if (prompt_uses_stock && tok.has_prompt()) {
             state->n_stock["prefill"] += tok.n - tok.n_reply;
+        } else if (!reason.empty() && !reads_exactly && tells) {
+            state->n_stock[reason] += tok.n_reply; // beside prompts that are ours
         }
     }
 }

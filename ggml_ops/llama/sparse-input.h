@@ -81,8 +81,8 @@ public:
     // ---- nodes that layers share, by the device that runs them (nullptr: the CPU)
 
     ggml_tensor * mask_reply  = nullptr; // of the range; in a mixed one, each of them hides all positions from the tokens of the other kind
-    ggml_tensor * mask_prompt = nullptr;
-    std::map<uint32_t, ggml_tensor *> mask_stock; // of prompts beside replies that llama.cpp reads, by their first token
+    std::map<const ggml_tensor *, ggml_tensor *> mask_prompt; // by the mask of all, which layers with a sliding window have of their own
+    std::map<std::pair<const ggml_tensor *, uint32_t>, ggml_tensor *> mask_stock; // of what llama.cpp reads, by its first token too
 
     // Replies that find the same groups sealed. That is all of them, but where a sequence has several: those after the one that completes a group find
     // it sealed, as they would alone, and those before it do not. A group counts as sealed from its stage on

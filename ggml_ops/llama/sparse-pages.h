@@ -14,6 +14,9 @@ struct llama_sparse_pages {
     bool map(char * at, size_t n, int fd, uint64_t offset);
     void unmap(); // empty memory instead, which is what the cache has before it is first written
 
+    // before the memory goes back to its allocator, which may take its pages for empty ones, or give them to other code: a cache has this behind its buffers
+    ~llama_sparse_pages() { unmap(); }
+
     // Did the system refuse that anywhere? Then pages of files, overwritten with zeros, are still there, and would be read anew if they were given back
     static bool has_unmap_failed() { return unmap_failed; }
 

@@ -307,7 +307,8 @@ std::vector<uint32_t> llama_sparse_kv_in_memory() {
 
 ggml_backend_buffer_type_t llama_sparse_kv_buft(ggml_backend_buffer_type_t buft, uint32_t il) {
     const auto layers = llama_sparse_kv_in_memory();
-    return std::find(layers.begin(), layers.end(), il) == layers.end() ? buft : ggml_backend_cpu_buffer_type();
+    const bool is_listed = std::find(layers.begin(), layers.end(), il) != layers.end();
+    return is_listed && !llama_sparse_makes_draft() ? ggml_backend_cpu_buffer_type() : buft;
 }
 
 void llama_sparse_clear(ggml_backend_buffer_t buf) {

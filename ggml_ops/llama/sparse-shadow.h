@@ -29,6 +29,9 @@
 // The layers that SPARQ_KV_IN_MEMORY lists, whether the model has them or not. Throws std::runtime_error, in one line
 std::vector<uint32_t> llama_sparse_kv_in_memory();
 
+// Is the context that this thread makes one of a draft, whose layers are not those that the variables of the environment are written for?
+bool llama_sparse_makes_draft();
+
 struct llama_sparse_shadow {
     llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell);
 

@@ -5,9 +5,12 @@
 #include "ggml-sparse.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 
 static constexpr uint64_t MOST = 1 << 30; // bytes of a call
+
+static std::atomic<bool> ending{ false };
 
 #ifdef _WIN32
 
@@ -82,7 +85,6 @@ bool llama_sparse_map_empty(char *, size_t) {
 #include <set>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 int llama_sparse_file_open(const char * path) {
     return open(path, O_RDONLY | O_CLOEXEC);
@@ -137,37 +139,27 @@ static void on_signal(int signal) {
     errno = err;
 }
 
-// the port of a TCP socket at our end; 0: it is none
-static uint16_t port_of(int fd) {
-    sockaddr_storage where = {};
-    socklen_t        n     = sizeof(where);
-    if (getsockname(fd, (sockaddr *) &where, &n) != 0) {
-        return 0;
-    }
-    return where.ss_family == AF_INET ? ((sockaddr_in *) &where)->sin_port : where.ss_family == AF_INET6 ? ((sockaddr_in6 *) &where)->sin6_port : 0;
-}
-
-// Ends the connections to the ports that this process listens on, or did when this was called before. Who waits for a reply that does not come any
-// more is told so, and the thread that serves it goes on
+// Ends the connections to the ports that this process listens on, or did in an earlier call. A client who waits for a reply that will not come is
+// told so, and the thread that serves it goes on
 static void hang_up(std::set<uint16_t> & ports) {
     DIR * folder = opendir("/dev/fd");
-    if (!folder) {
-        return;
-    }
-    std::vector<int> clients;
-    while (const dirent * entry = readdir(folder)) {
-        const int fd = atoi(entry->d_name); // 0, which is no socket of ours, also for "."
-        int       listens = 0;
-        socklen_t n       = sizeof(listens);
-        if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &n) == 0) {
-            listens ? (void) ports.insert(port_of(fd)) : clients.push_back(fd);
+    while (const dirent * entry = folder ? readdir(folder) : nullptr) {
+        const int    fd      = atoi(entry->d_name);
+        int          listens = 0;
+        sockaddr_in6 where   = {}; // of IPv4 it has the port in the same place
+        socklen_t    n = sizeof(where), n_listens = sizeof(listens);
+        if (getsockname(fd, (sockaddr *) &where, &n) != 0 || (where.sin6_family != AF_INET && where.sin6_family != AF_INET6)) {
+            continue;
         }
-    }
-    closedir(folder);
-    for (const int fd : clients) {
-        if (const uint16_t port = port_of(fd); port != 0 && ports.count(port) > 0) {
+        getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &n_listens);
+        if (listens) {
+            ports.insert(where.sin6_port);
+        } else if (ports.count(where.sin6_port) > 0) {
             shutdown(fd, SHUT_RDWR);
         }
+    }
+    if (folder) {
+        closedir(folder);
     }
 }
 
@@ -187,6 +179,7 @@ void llama_sparse_signals(void (*handler)(int)) {
                 if (n == 0) {
                     hang_up(ports);
                 } else if (n > 0 && read(fd, &byte, 1) == 1) {
+                    ending = true;
                     hang_up(ports); // while it listens: then the ports are known
                     handler(byte);
                     delay = 100; // ms: a connection may have been taken meanwhile
@@ -230,36 +223,26 @@ void llama_sparse_huge_pages(char * at, size_t n) {
 #endif
 }
 
-// Of musl a thread has 8 MB at most, the regular expressions of other C++ libraries than GNU's do not call themselves, and address space that is
-// limited is for the model
-void llama_sparse_deep_stacks() {
-#if defined(__GLIBC__)
-    rlimit space;
-    const uint64_t memory = (uint64_t) sysconf(_SC_PHYS_PAGES)*sysconf(_SC_PAGESIZE);
-    const size_t   size   = std::min<uint64_t>(1 << 30, memory/4) & ~(uint64_t) 0xffff, n_threads = 64;
-    // where the system counts what is not touched, so many are refused
-    void * room = mmap(nullptr, n_threads*size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (room == MAP_FAILED) {
-        return;
-    }
-    munmap(room, n_threads*size);
-    pthread_attr_t attr;
-    if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur == RLIM_INFINITY && pthread_attr_init(&attr) == 0) {
-        pthread_attr_setstacksize(&attr, size);
-        pthread_setattr_default_np(&attr);
-        pthread_attr_destroy(&attr);
-    }
-#endif
+bool llama_sparse_is_ending() {
+    return ending;
 }
 
-size_t llama_sparse_stack_size() {
+size_t llama_sparse_deep_stacks() {
     size_t size = SIZE_MAX;
 #if defined(__GLIBC__)
     pthread_attr_t attr;
-    if (pthread_getattr_np(pthread_self(), &attr) == 0) {
-        pthread_attr_getstacksize(&attr, &size);
-        pthread_attr_destroy(&attr);
+    pthread_getattr_default_np(&attr);
+    rlimit space = {};
+    getrlimit(RLIMIT_AS, &space);
+    const uint64_t memory = (uint64_t) sysconf(_SC_PHYS_PAGES)*sysconf(_SC_PAGESIZE), n_threads = 64;
+    size = std::min<uint64_t>(1 << 30, memory/4) & ~(uint64_t) 0xffff;
+    // where the system counts what nobody touches, it refuses so much
+    void * room = mmap(nullptr, n_threads*size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room != MAP_FAILED && munmap(room, n_threads*size) == 0 && space.rlim_cur == RLIM_INFINITY) {
+        pthread_attr_setstacksize(&attr, size);
+        pthread_setattr_default_np(&attr);
     }
+    pthread_attr_getstacksize(&attr, &size);
 #endif
     return size;
 }

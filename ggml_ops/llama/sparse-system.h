@@ -31,8 +31,9 @@ bool llama_sparse_drop_pages(char * at, size_t n);
 // Rows of K and V, gathered, lie in a page each: without huge pages address translation takes longer than the bytes
 void llama_sparse_huge_pages(char * at, size_t n);
 
-// Threads that begin from here on have stacks of a gigabyte, which costs nothing until it is used; of all, std::regex takes the most
-void llama_sparse_deep_stacks();
+// Has a signal asked this program to end? Of llama-server alone
+bool llama_sparse_is_ending();
 
-// of this thread; SIZE_MAX: it does not matter here
-size_t llama_sparse_stack_size();
+// Lets threads that begin from here on have a stack of a gigabyte, of which pages that are not touched cost nothing. Returns what they have;
+// SIZE_MAX: it does not matter, because only std::regex of GNU's library takes so much
+size_t llama_sparse_deep_stacks();

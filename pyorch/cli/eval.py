@@ -72,7 +72,7 @@ class MethodOptions:
         "--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the examples."
     )
     threads: int | None = option(
-        "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
+        "--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]"
     )
 
 

@@ -83,7 +83,7 @@ class ContextOptions:
 
     ctx: int | None = ctx_option("the model's own, at most 8192")
     threads: int | None = option(
-        "--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]"
+        "--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]"
     )
 
 

@@ -26,7 +26,7 @@ from pyorch.progress import progress_bar
 @click.option(
     "--imatrix", type=File(), metavar="FILE", help="An importance matrix from llama-imatrix."
 )
-@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
+@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--allow-requantize", is_flag=True, help="Accept a quantised model; this loses more.")
 @click.option("--yes", is_flag=True, help="Download the model without asking.")

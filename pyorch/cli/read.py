@@ -57,7 +57,7 @@ _TAKES = "a text file, a folder, or -"
     " as control tokens.",
 )
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
-@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: all cores]")
+@click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]")
 @opt.load_options
 @click.option(
     *opt.SPEC_OPTION,

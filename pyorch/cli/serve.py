@@ -48,9 +48,6 @@ PROGRAM = "llama-server"
 
 # What a careful operator would not have by default. `-- --slots` and the like turn it on again.
 _SAFE = (
-    # Its tools read files and run commands, and its proxy fetches what a web page asks for. Both
-    # are off unless a configuration file of llama.cpp's turns them on; this wins over such a file.
-    "--no-agent",
     # GET /slots shows everybody what the others are doing.
     "--no-slots",
     # By default it lets any web page that the user visits ask 127.0.0.1 and read the replies.
@@ -155,9 +152,8 @@ def command(
 
     _check_more(more)
     keys = _keys(server.api_key_file) if server.api_key_file is not None else []
-    swa_full = any(word.replace("_", "-") == "--swa-full" for word in more)
     options = session_options(attention.spec(), context, load, server.parallel)
-    options = replace(options, swa_full=swa_full)
+    options = replace(options, swa_full="--swa-full" in served_documents.names(more))
     documents = [document_file.named(name) for name in document_names]
     with supervise.reserved(server.host, server.port) as (address, port):
         if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
@@ -184,10 +180,7 @@ def _check_more(more: Sequence[str]) -> None:
             f"options of {PROGRAM} stand after --: sparq-cpp serve -m M -- --metrics",
             exit_code=2,
         )
-    for word in more:
-        name = word.partition("=")[0]
-        if name.startswith("--"):
-            name = name.replace("_", "-")  # llama-server takes both
+    for name in sorted(served_documents.names(more)):
         ours = _OURS_OF.get(name) or ("-m SPEC" if _ONE_OF_A_MODEL.fullmatch(name) else "")
         if ours:
             raise SparqError(f"{name} after -- would contradict ours", f"use {ours}", exit_code=2)
@@ -287,7 +280,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         note(why, "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / system.program(PROGRAM)
     in_memory = _kv_in_memory(served, program.parent)
-    adapted = any(word.startswith("--lora") for word in more)
+    adapted = any(name.startswith("--lora") for name in served_documents.names(more))
     env = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_FOREIGN)}
     env |= native.waiting() | in_memory | {"SPARQ_NO_CONFIG": "1"}
     for config in ("/etc", os.environ.get("XDG_CONFIG_HOME") or "~/.config"):

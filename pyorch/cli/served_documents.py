@@ -42,9 +42,9 @@ def passed_on(
 
     if not documents:
         return [], {}
-    names = folder / "documents.list"
-    names.write_bytes(os.fsencode(document_file.listed(documents)))
-    return _their_time(file, documents, more, folder), {"SPARQ_DOCUMENTS": str(names)}
+    listed = folder / "documents.list"
+    listed.write_bytes(os.fsencode(document_file.listed(documents)))
+    return _their_time(file, documents, more, folder), {"SPARQ_DOCUMENTS": str(listed)}
 
 
 def _their_time(
@@ -60,7 +60,7 @@ def _their_time(
     source = "".join(f"{{%- set {date} = sparq_undefined -%}}" for date in dates)
     if when and "strftime_now" in own:
         source += _clock(own, when)
-    if not source or _options(more) & _TEMPLATES or _TOOLS in file.metadata:
+    if not source or names(more) & _TEMPLATES or _TOOLS in file.metadata:
         return []
     template = folder / "template.jinja"
     template.write_text(source + own, "utf-8", newline="")
@@ -76,9 +76,11 @@ def _clock(template: str, now: datetime) -> str:
     return f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro -%}}"
 
 
-def _options(more: Sequence[str]) -> set[str]:
-    """The names of options, as llama-server reads them."""
-    return {word.partition("=")[0].replace("_", "-") for word in more}
+def names(more: Sequence[str]) -> set[str]:
+    """The options of llama-server in its line, which takes _ for - in long ones: it has no others,
+    from variables or files."""
+    words = (word.partition("=")[0] for word in more)
+    return {word.replace("_", "-") if word.startswith("--") else word for word in words}
 
 
 def n_usable(
@@ -89,7 +91,7 @@ def n_usable(
     total = 0
     if not documents:
         return 0
-    if changes := sorted(filter(_CHANGES.fullmatch, _options(more))):
+    if changes := sorted(filter(_CHANGES.fullmatch, names(more))):
         why = f"{', '.join(changes)}: prompts whose K and V it changes are read anew"
         note(f"note: documents beside {why}", "yellow")
         return 0

@@ -230,7 +230,6 @@ def kept_path(session: Session, reading: Reading, template: ChatTemplate | None 
     about = [
         content_hash(session.model.file),
         rows,
-        _rotations(session.model.file, session.rope, session.n_ctx),
         str(parse_spec(info(session).spec).of_prompt),
         reading.system,
         reading.text,
@@ -270,7 +269,7 @@ def _header(
         printable(reading.name),
         printable(session.path.name),
         content_hash(session.model.file),
-        _rotations(session.model.file, session.rope, session.n_ctx),
+        str(session.rope),
         _call(session, "kind")[1],
         info(session).spec,
         reading.form,
@@ -282,15 +281,6 @@ def _header(
         stated_time=template.stated_time,
     )
     return header, raw
-
-
-def _rotations(file: GGUFFile, rope: Rope, n_ctx: int) -> str:
-    """`--rope-*`, and which of its two tables of factors a model takes for a context."""
-    original = file.metadata.get(f"{file.arch}.rope.scaling.original_context_length")
-    two = any(tensor.name == "rope_factors_long.weight" for tensor in file.tensors)
-    if not (two and isinstance(original, int)):
-        return str(rope)
-    return f"{rope};long" if n_ctx > original else f"{rope};short"
 
 
 def _partial(path: Path) -> Path:
@@ -334,7 +324,7 @@ def check_model(
             f"{of.path}: read by another model, {of.model}",
             "K and V are of one model: take that one, or read the text again",
         )
-    if of.rope != _rotations(file, rope, n_ctx):
+    if of.rope != str(rope):
         rope_then = of.rope or "the model's own"
         raise SparqError(f"{of.path}: read with other rotations: {rope_then}", "--rope-* as then")
     if of.types != (names := (types[0].name, types[1].name)):

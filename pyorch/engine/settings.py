@@ -98,7 +98,7 @@ class SessionOptions:
 
     n_ctx           its positions; None takes what the model was trained on, at most 8192. More than
                     the model was trained on needs a `rope`
-    n_threads       threads that compute; None takes one per core that this process may use
+    n_threads       threads that compute; None takes one per physical core, as llama.cpp does
     n_batch         tokens that are evaluated at once in prefill; None takes 512, or fewer where the
                     context is so long that llama.cpp's mask, (n_batch, n_ctx) float16, would
                     take more than 128 MiB
@@ -247,5 +247,5 @@ def batch_size(n_ctx: int) -> int:
 
 
 def usable_cores() -> int:
-    """The default number of threads: one per core, but no more than ggml allows."""
-    return min(probe.cores(), MAX_THREADS)
+    """The default number of threads, but no more than ggml allows."""
+    return min(probe.compute_cores(), MAX_THREADS)

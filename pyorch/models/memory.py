@@ -10,6 +10,7 @@ from pyorch import system
 from pyorch.errors import SparqError
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.native import cgroup
+from pyorch.native.probe import numbers
 from pyorch.text import human_bytes
 
 PROC = Path("/proc/self")
@@ -45,13 +46,13 @@ def of_nodes(*kinds: str, proc: Path = PROC, nodes: Path = NODES) -> int | None:
     The nodes of `numactl --membind` are in numa_maps, those of a container in status.
     """
     try:
-        every = _numbers((nodes / "has_memory").read_text())
+        every = numbers((nodes / "has_memory").read_text())
         status = (line.split() for line in (proc / "status").read_text().splitlines())
-        allowed = every & _numbers(next(x[1] for x in status if x[0] == "Mems_allowed_list:"))
+        allowed = every & numbers(next(x[1] for x in status if x[0] == "Mems_allowed_list:"))
         with (proc / "numa_maps").open() as f:  # each line has the policy; there may be many
             policy, _, where = f.readline().split()[1].partition(":")
         if policy.startswith("bind"):
-            allowed &= _numbers(where)
+            allowed &= numbers(where)
         if allowed == every:
             return None
         lines = [s for n in allowed for s in (nodes / f"node{n}/meminfo").read_text().splitlines()]
@@ -59,12 +60,6 @@ def of_nodes(*kinds: str, proc: Path = PROC, nodes: Path = NODES) -> int | None:
         return None
     entries = (line.split()[2:4] for line in lines)  # Node 0 MemFree: 123 kB
     return sum(int(n) * 1024 for kind, n in entries if kind.rstrip(":") in kinds)
-
-
-def _numbers(text: str) -> set[int]:
-    """`0-2,5` -> 0, 1, 2, 5."""
-    ends = (part.partition("-") for part in text.strip().split(","))
-    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
 _PROGRAM = 512 << 20  # of address space: libraries, stacks, other buffers; 430 MiB were measured

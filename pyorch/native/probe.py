@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +117,30 @@ def cores() -> int:
         n = len(os.sched_getaffinity(0))
     quota = cgroup.cpus()
     return n if quota is None else max(1, min(n, math.ceil(quota)))
+
+
+def compute_cores(devices: Path = Path("/sys/devices")) -> int:
+    """The number of threads that llama.cpp computes with by default: one per physical core, of two
+    kinds of cores the fast ones; but no more than `cores`."""
+    n = os.cpu_count() or 1
+    if platform.system() == "Darwin":
+        said = run(["sysctl", "-n", "hw.perflevel0.physicalcpu", "hw.physicalcpu"]).stdout
+        n = next((int(word) for word in said.split() if word.isdecimal()), n)
+    elif hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+        with suppress(OSError):  # only machines with two kinds of cores by Intel have this file
+            allowed = allowed & numbers((devices / "cpu_core/cpus").read_text()) or allowed
+        places = (devices / f"system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
+        n = len({place.read_text() for place in places if place.is_file()}) or len(allowed)
+    elif n > 4:
+        n //= 2
+    return min(n, cores())
+
+
+def numbers(text: str) -> set[int]:
+    """`0-2,5` -> 0, 1, 2, 5."""
+    ends = (part.partition("-") for part in text.strip().split(","))
+    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
 
 
 def memory() -> int:

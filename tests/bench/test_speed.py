@@ -20,7 +20,7 @@ from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import models
-from pyorch.cli.bench import attention_time, command, measurement, speed
+from pyorch.cli.bench import KNOWN, attention_time, command, measurement, speed
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError
@@ -332,11 +332,16 @@ def test_a_failing_group_takes_no_other_along(
         (["--attn-only", "-d", "2048"], "--model"),
         (["--like", "llama3-8b"], "--like"),
         (["--layers", "100000000"], "100000000"),
+        # llama-bench's
+        *(([f"-{word}", "512"], f"-{word}") for word in ("pg", "ub", "b", "mmp", "-no-warmup")),
     ],
 )
 def test_bench_refuses(bench: Callable[..., Any], args: list[str], fault: str) -> None:
     error = bench(*args).exception
     assert error.exit_code == 2 and fault in str(error)
+    assert set(KNOWN.split()) <= {
+        name for p in command.params for name in (*p.opts, *p.secondary_opts)
+    }
 
 
 def test_what_does_not_fit_is_refused_before_it_begins(

@@ -20,6 +20,7 @@ linux = pytest.mark.skipif(platform.system() != "Linux", reason="LD_PRELOAD")
 DEATHS = [
     ("__builtin_trap()", signal.SIGILL, "SIGILL (illegal instruction)"),
     ("raise(SIGABRT)", signal.SIGABRT, "SIGABRT (aborted)"),
+    ("raise(SIGBUS)", signal.SIGBUS, "SIGBUS (bus error)"),  # a file that was made shorter
 ]
 
 
@@ -46,6 +47,7 @@ def test_a_command_names_the_signal(
     assert done.returncode == -number
     *_, error, hint = done.stderr.splitlines()
     assert error == f"error: this program died of {text}" and hint.startswith("hint: ")
+    assert ("bug report" in hint) == (number != signal.SIGBUS)
 
 
 @linux

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int32, c_uint32, c_uint64
@@ -297,35 +295,6 @@ def test_another_layout_is_another_transposed_k(tiny: Path, book: Path) -> None:
 # ---- interrupted ----
 
 
-def test_kill_9(tiny: Path, tmp_path: Path) -> None:
-    """A process that is killed leaves what a later one goes on with."""
-    path = tmp_path / "d.kv"
-    child = textwrap.dedent("""
-        import os, signal, sys
-        sys.path.insert(0, sys.argv[3])
-        from pathlib import Path
-        from test_documents import SPARSE, document, engine, reading
-        document.PIECE = 128
-        def killed(done, total):
-            if done >= 512:
-                os.kill(os.getpid(), signal.SIGKILL)
-        with engine.load(sys.argv[1], attention=SPARSE, n_batch=128) as s:
-            engine.read_document(s, Path(sys.argv[2]), reading(), progress=killed)
-    """)
-    here = str(Path(__file__).parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", child, tiny, path, here], env=env, check=False)
-    assert done.returncode == -signal.SIGKILL
-    with pytest.raises(SparqError, match="no such|No such"):
-        document_file.load(path)
-    seen: list[int] = []
-    with engine.load(tiny, attention=SPARSE, n_batch=128) as s:
-        engine.read_document(s, path, reading(), progress=lambda a, _: seen.append(a))
-        assert 384 <= seen[0] <= 512 and seen == sorted(seen) and seen[-1] == N_TEXT
-        engine.read_document(s, whole := tmp_path / "whole.kv", reading())
-    assert path.read_bytes() == whole.read_bytes()
-
-
 def interrupt(done: int, _: int) -> None:
     if done >= 640:
         raise KeyboardInterrupt
@@ -440,6 +409,31 @@ def test_another_model_or_other_settings(tiny: Path, book: Path, tmp_path: Path)
     ):
         with engine.load(model, **options) as s, pytest.raises(SparqError, match=fault):
             opened(s, book)
+
+
+def test_rotations_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of V, and by the other table of a model that has one for long contexts."""
+    two = tiny_models.make("llama", head_dim=64)
+    two.keys |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 1600}
+    for name, factor in (("long", 2), ("short", 1)):
+        two.tensors[f"rope_factors_{name}.weight"] = np.full(32, factor, np.float32)
+    path = tiny_models.save(two, tmp_path / "m.gguf")
+    options = {"type_v": "q8_0", "n_ctx": 1400}
+    with engine.load(path, **options) as s:
+        engine.read_document(s, tmp_path / "d.kv", reading())
+    for more, disabled, fits in (
+        ({}, "0", True),
+        ({}, "1", False),
+        ({"n_ctx": 1400, "n_batch": 64}, "0", True),
+        ({"n_ctx": 2000}, "0", False),
+    ):
+        monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", disabled)
+        with engine.load(path, **options | more) as s:
+            if fits:
+                opened(s, tmp_path / "d.kv")
+            else:
+                with pytest.raises(SparqError, match=r"d\.kv"):
+                    opened(s, tmp_path / "d.kv")
 
 
 # ---- layers with a window, and recurrent ones ----
@@ -564,3 +558,24 @@ def test_a_cleared_cache_holds_no_document(tiny: Path, book: Path) -> None:
         assert str(book) in Path("/proc/self/maps").read_text()
         s.lib.llama_memory_clear(s.memory, True)
         assert str(book) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sets glibc's malloc")
+def test_a_context_leaves_no_document_in_memory(tiny: Path, book: Path) -> None:
+    """Which its allocator may keep, and give to other code."""
+    keeps = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    here = str(Path(__file__).parent)
+    assert from_child("-c", _CLOSED, tiny, book, here, **keeps) == [True, False]
+
+
+_CLOSED = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_documents import MAPPED, SPARSE, engine, opened
+mapped = lambda: sys.argv[2] in Path("/proc/self/maps").read_text()
+with engine.load(Path(sys.argv[1]), attention=SPARSE, **MAPPED) as s:
+    opened(s, Path(sys.argv[2]))
+    found = [mapped()]
+print(json.dumps([*found, mapped()]))
+"""

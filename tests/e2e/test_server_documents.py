@@ -232,6 +232,17 @@ def test_what_changes_k_and_v(
     assert (why in said) and ("were read before" in said) == (not why)
 
 
+def test_a_model_that_only_embeds(server_dir: Path, tmp_path: Path, told: Any) -> None:
+    """It has no cache that could go back from what its slot held."""
+    model = tiny_models.write(tmp_path / "m.gguf", "gemma-embedding", n_layer=6)
+    told()
+    line = ("-m", model, "-t", 1, "-np", 1, "-c", 512, "--embeddings", "--pooling", "mean")
+    with serving(server_dir, tmp_path / "log", *line) as url:
+        for first in (100, 110):
+            found = ask(f"{url}/v1/embeddings", {"input": [*range(first, first + 9)]})
+            assert len(found["data"][0]["embedding"]) == 128
+
+
 def test_adapters_that_change_while_it_runs(
     server_dir: Path, tiny: Path, books: Any, tmp_path: Path, told: Any, lora: Path
 ) -> None:

@@ -95,14 +95,19 @@ def test_programs_run_sparse(tools: Path, tiny: Path, program: str, spec: str | 
     assert not plain or done.stdout.startswith(greedy(tiny, spec).strip())
 
 
-def test_a_draft_does_not_inherit_the_option(tools: Path, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_draft_does_not_inherit_the_spec(
+    tools: Path, tiny: Path, tmp_path: Path, by: str
+) -> None:
     """k of each of the two layers, which a draft of three layers would refuse."""
     draft = write_tiny_gguf(tmp_path / "draft.gguf", n_layer=3)
     spec = "sparq,rank=8,k_layers=64:64,min_ctx=0"
     log = tmp_path / "log"
-    line = ("-m", tiny, "-md", draft, "-t", 1, "-c", 2048, *TRACE, "--sparse-attn", spec)
+    line = ("-m", tiny, "-md", draft, "-t", 1, "-c", 2048, *TRACE)
+    line += ("--sparse-attn", spec) if by == "option" else ()
+    env = {} if by == "option" else {"SPARQ_ATTN": spec}
     asked = {"prompt": text_of(400), "n_predict": 12, "temperature": 0, "ignore_eos": True}
-    with serving(tools, log, *line) as url:
+    with serving(tools, log, *line, **env) as url:
         assert ask(f"{url}/completion", asked)["tokens_predicted"] == 12
     said = log.read_text(errors="replace")
     assert len(CALLS.findall(said)) <= 1 and "k_layers has" not in said

@@ -399,13 +399,17 @@ def test_numbers_do_not_follow_the_locale(tmp_path: Path) -> None:
         pytest.skip("no localedef")
     made = ["localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "de_DE.UTF-8")]
     subprocess.run(made, check=True, capture_output=True)
-    found = from_child("-c", _LOCALE, LOCPATH=str(tmp_path))
-    assert found == ["0,5", "sparq,ratio=0.125,top_p=0.9", "ratio"]
+    turned = tiny_models.make("llama")
+    turned.keys["rope.freq_base"] = 10000.5
+    model = tiny_models.save(turned, tmp_path / "m.gguf")
+    found = from_child("-c", _LOCALE, model, LOCPATH=str(tmp_path))
+    assert found[:3] == ["0,5", "sparq,ratio=0.125,top_p=0.9", "ratio"]
+    assert "10000.5" in found[3], "the kind of a document's K"
 
 
 _LOCALE = """
-import ctypes, json, locale
-from llama import bindings
+import ctypes, json, locale, sys
+from llama import Context, Model, bindings
 parse, text = bindings()._lib.llama_sparse_attn_parse, ctypes.create_string_buffer(200)
 locale.setlocale(locale.LC_ALL, "de_DE.UTF-8")
 found = [locale.str(0.5)]
@@ -413,5 +417,9 @@ assert parse(b"sparq,ratio=0.125,top_p=0.9", text, 200) > 0
 found.append(text.value.decode())
 assert parse(b"sparq,ratio=0,125", text, 200) < 0 and parse(b"sparq,top_p=0x1", text, 200) < 0
 assert parse(b"sparq,ratio=a", text, 200) < 0
-print(json.dumps([*found, text.value.decode().split()[0]]))
+found.append(text.value.decode().split()[0])
+with Context(Model(sys.argv[1]), n_ctx=256) as ctx:
+    kind = bindings()._lib.llama_sparse_document_kind
+    assert kind(ctypes.c_void_p(ctx.handle), text, 200) > 0
+print(json.dumps([*found, text.value.decode().partition("\\n")[0]]))
 """

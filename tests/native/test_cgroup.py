@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,30 @@ def test_threads_go_by_the_quota(
     monkeypatch.setattr(cgroup, "cpus", lambda: quota)
     monkeypatch.setattr(probe.os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
     assert probe.cores() == most
+
+
+@pytest.mark.parametrize(
+    ("siblings", "fast", "allowed", "most"),
+    [
+        (["0,4", "1,5", "2,6", "3,7"] * 2, "", range(8), 4),
+        (["0,4", "1,5", "2,6", "3,7"] * 2, "", (1, 5), 1),
+        (["0-1", "0-1", "2", "3"], "0-1", range(4), 1),  # one fast core of two threads
+        (["0-1", "0-1", "2", "3"], "0-1", (2, 3), 2),
+        ([], "", range(3), 3),  # the kernel does not say
+    ],
+)
+def test_threads_are_one_per_physical_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: list[str], fast: str,
+    allowed: Iterable[int], most: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cgroup, "cpus", lambda: None)
+    monkeypatch.setattr(probe.os, "sched_getaffinity", lambda _: set(allowed), raising=False)
+    monkeypatch.setattr(probe.platform, "system", lambda: "Linux")
+    files = {f"system/cpu/cpu{i}/topology/thread_siblings_list": s for i, s in enumerate(siblings)}
+    write(tmp_path, files | ({"cpu_core/cpus": fast} if fast else {}))
+    assert probe.compute_cores(tmp_path) == most
+    monkeypatch.setattr(cgroup, "cpus", lambda: 0.5)
+    assert probe.compute_cores(tmp_path) == 1
 
 
 def test_memory_goes_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import click
@@ -17,11 +18,28 @@ from pyorch.measure.turns import FLOATS
 SYNTHETIC = {"like", "n_layer", "quant"}  # options that a model replaces
 
 
-@click.command()
+# of llama-bench's options
+KNOWN = "-m -p -n -d -ctk -ctv -t -fa -ngl -nkvo -ts -r -o --numa --rpc"
+
+
+class Bench(click.Command):
+    """Refuses other options of llama-bench by name: click would read -pg as a -p with the value
+    `g`, and -b as a slip of the pen."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        names = {"-h", "--help"} | {x for p in self.params for x in (*p.opts, *p.secondary_opts)}
+        for word in args:
+            if re.fullmatch("--?[a-zA-Z][a-z-]*", word) and word not in names:
+                hint = f"it has {KNOWN} of llama-bench's; sparq-cpp build --tools makes that one"
+                raise SparqError(f"bench has no option {word}", hint, exit_code=2)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=Bench)
 @takes(options=SpeedOptions, to=RecordOptions)
 @click.option("--attn-only", is_flag=True, help="Time attention alone.")
 def command(options: SpeedOptions, to: RecordOptions, attn_only: bool) -> None:
-    """Measure speed beside stock llama.cpp, with llama-bench's options.
+    """Measure speed beside stock llama.cpp, with llama-bench's names of options.
 
     Stock and ours alternate. A list is 4096,16384; ranges are 1-4, 1024-4096+1024 and
     4096-131072*2. Records are JSON lines, and a run skips what is recorded already, so an

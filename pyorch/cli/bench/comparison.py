@@ -79,7 +79,7 @@ class CompareOptions:
         "-t",
         "--threads",
         of=Numbers(1, types.THREADS.max),
-        text="Number of threads.  [default: all cores]",
+        text="Number of threads.  [default: one per core]",
     )
     repetitions: int = option(
         "-r",

@@ -84,7 +84,7 @@ class BookOptions:
         "-t",
         type=types.THREADS,
         callback=lambda _, __, n: n or engine.usable_cores(),
-        help="Number of threads.  [default: all cores]",
+        help="Number of threads.  [default: one per core]",
     )
 
 
