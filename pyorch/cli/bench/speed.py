@@ -43,7 +43,7 @@ from pyorch.cli.options import RpcOptions
 from pyorch.cli.terminal import confirm, note_if_beyond
 from pyorch.engine.settings import context_size
 from pyorch.errors import SparqError
-from pyorch.measure import paper, records
+from pyorch.measure import records
 from pyorch.measure.bandwidth import MemoryReader, usual_bytes
 from pyorch.measure.process import Process, Processes
 from pyorch.measure.records import Record, Result, optional, spread
@@ -433,7 +433,6 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
     moved = weights + rec["bytes_kv"] if rec["bytes_kv"] else math.nan
     case = {k: v for k, v in vars(c).items() if k not in ("model", "spec")}
     gpu = "gpu" in env["machine"] and c.n_gpu_layers != 0
-    paper_limit, paper_speedup = _published(c)
     return {
         "build_commit": env["commit"][:9],
         "cpu_info": env["machine"]["cpu"],
@@ -454,8 +453,6 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "p90_ns": round(high),
         "speedup": best_ns / mid,
         "roofline_speedup": (weights + best_kv) / moved if best_kv else math.nan,
-        "paper_speedup": paper_speedup,
-        "paper_limit": paper_limit,
         **{x: rec[x] for x in ("bytes_weights", "bytes_kv", "n_layer", "layers_sparse", "key")},
         "bandwidth_bytes_per_s": round(bandwidth),
         "roofline_ns": moved / bandwidth * 1e9,
@@ -466,23 +463,6 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "dirty": env["dirty"],
         "old": records.is_old(rec),
     }
-
-
-def _published(c: SpeedCase) -> tuple[float, float]:
-    """SparQ's Fig. 9 for a row with its model, weights, cache and ratio: the limit by bytes, and
-    the speed-up measured on a CPU with 32 threads. NaN if the figure has no such point."""
-    like_paper = (
-        c.model_type.startswith("llama2-7b q8_0")
-        and (c.type_k, c.type_v, c.spec.method) == ("f16", "f16", "sparq")
-        and c.spec.ratio == 1 / 8
-        and c.n_gen
-    )
-    limit, dense, ours = (
-        dict(paper.points("end_to_end", f"SparQ CPU: {x}")) for x in ("limit", "dense", "SparQ 1/8")
-    )
-    if not like_paper or c.n_depth not in limit:
-        return math.nan, math.nan
-    return limit[c.n_depth], round(dense[c.n_depth] / ours[c.n_depth], 2)
 
 
 def label(row: Row) -> str:
@@ -536,8 +516,6 @@ def markdown(recs: Sequence[Record]) -> str:
         "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
         "limit": lambda r: number(r["roofline_speedup"], "{:.2f}x"),
         "share of roofline": lambda r: number(100 * r["roofline_share"], "{:.0f} %"),
-        "paper: limit": lambda r: number(r["paper_limit"], "{:.2f}x"),
-        "paper: measured": lambda r: number(r["paper_speedup"], "{:.2f}x"),
     }
     lines = rows(recs)
     for name in ("type_k", "type_v"):  # as in llama-bench, only if rows differ in it
