@@ -65,10 +65,10 @@ def ready(server: subprocess.Popen[bytes], log: Path) -> str:
     """The address that the log names, once the model is loaded."""
     end = time.monotonic() + READY_S
     while time.monotonic() < end and server.poll() is None:
-        if found := re.search(r"listening on (http://\S+)\n", log.read_text(errors="replace")):
+        if match := re.search(r"listening on (http://\S+)\n", log.read_text(errors="replace")):
             with suppress(OSError):  # not yet: 503, or nobody listens
-                if ask(f"{found[1]}/health") == {"status": "ok"}:
-                    return found[1]
+                if ask(f"{match[1]}/health") == {"status": "ok"}:
+                    return match[1]
         time.sleep(0.05)
     raise AssertionError(log.read_text(errors="replace"))
 

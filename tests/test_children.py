@@ -15,7 +15,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "text"),
     [
         ("print('only this')", "only this"),
         ("import sys; print('x'); sys.exit('first\\nlast')", "last"),
@@ -24,9 +24,9 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
         ("import os; os.kill(os.getpid(), 40)", "40"),
     ],
 )
-def test_the_reason_of_a_failure_is_one_line(code: str, said: str) -> None:
+def test_the_reason_of_a_failure_is_one_line(code: str, text: str) -> None:
     reason = children.reason(children.run([sys.executable, "-c", code]))
-    assert said in reason and "\n" not in reason
+    assert text in reason and "\n" not in reason
 
 
 def test_lines_come_as_they_are_written_and_the_process_ends_with_the_block() -> None:

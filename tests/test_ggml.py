@@ -19,13 +19,13 @@ def test_types_are_those_of_the_library(llama_cpp: Any) -> None:
     ggml = ctypes.CDLL(str(next(library.glob("libggml-base.*"))))
     ggml.ggml_blck_size.restype, ggml.ggml_type_size.restype = ctypes.c_int64, ctypes.c_size_t
     ggml.ggml_type_name.restype = ctypes.c_char_p
-    found = {}
+    types = {}
     for number in range(llama_cpp.llama_cpp.GGML_TYPE_COUNT):
         per_block, name = ggml.ggml_blck_size(number), ggml.ggml_type_name(number)
         if per_block:  # 0: a type that was taken out
             size = ggml.ggml_type_size(number)
-            found[number] = TensorType(number, name.decode(), per_block, size)
-    assert found == TENSOR_TYPES
+            types[number] = TensorType(number, name.decode(), per_block, size)
+    assert types == TENSOR_TYPES
 
 
 def test_numbers_of_calls_are_those_of_the_bindings(llama_cpp: Any) -> None:

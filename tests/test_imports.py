@@ -29,7 +29,7 @@ MODULES = {module_of(f): f for f in ROOT.rglob("*.py") if "_data" not in f.parts
 
 def imports(tree: ast.AST) -> set[str]:
     """Modules of ours that a file imports anywhere, type checking aside."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
@@ -37,13 +37,13 @@ def imports(tree: ast.AST) -> set[str]:
             base = (node.module or "").removeprefix("pyorch").lstrip(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".lstrip(".")
-                found.add(inner if inner in MODULES else base)
+                modules.add(inner if inner in MODULES else base)
         elif isinstance(node, ast.Import):
             names = (a.name for a in node.names if a.name.split(".")[0] == "pyorch")
-            found |= {name.removeprefix("pyorch").lstrip(".") for name in names}
+            modules |= {name.removeprefix("pyorch").lstrip(".") for name in names}
         else:
-            found |= imports(node)
-    return found - {""}
+            modules |= imports(node)
+    return modules - {""}
 
 
 @cache

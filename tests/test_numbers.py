@@ -27,17 +27,17 @@ H100 = ROOT / "bench" / "results" / "nvidia-h100-intel-xeon-16-cores"
 
 
 def speedup(rows: list[dict[str, Any]], **where: Any) -> float:
-    (found,) = (r["speedup"] for r in rows if where.items() <= r.items())
-    return float(found)
+    (factor,) = (r["speedup"] for r in rows if where.items() <= r.items())
+    return float(factor)
 
 
 def token(positions: int) -> str:
     """By what factor ours is faster with the most layers, at the last measurement."""
-    wanted = {"n_depth": positions, "n_prompt": 0, "type_k": "f16", "type_v": "f16", "text": ""}
-    wanted |= {"sparse_attn": AttentionSpec("sparq", ratio=1 / 8)}
+    case = {"n_depth": positions, "n_prompt": 0, "type_k": "f16", "type_v": "f16", "text": ""}
+    case |= {"sparse_attn": AttentionSpec("sparq", ratio=1 / 8)}
     rows = speed.rows(records.latest(records.load_all(EPYC / "speed.jsonl")))
     rows = [r for r in rows if r["model_type"].startswith("llama2-7b q8_0")]
-    rows = [r for r in rows if wanted.items() <= r.items()]
+    rows = [r for r in rows if case.items() <= r.items()]
     return f"{max(rows, key=lambda r: (r['n_layer'], r['test_time']))['speedup']:.1f}"
 
 
@@ -61,8 +61,8 @@ def prompt(file: str, tokens: int, attention: str, **of: Any) -> str:
         if tokens in lines[0].depths and of.items() <= vars(case).items():
             at = lines[0].depths.index(tokens)
             best = min(x.whole(at) for x in lines if x.is_stock)
-            found = best / next(x for x in lines if x.name == attention).whole(at)
-    return f"{found:.1f}"
+            factor = best / next(x for x in lines if x.name == attention).whole(at)
+    return f"{factor:.1f}"
 
 
 def users() -> str:
@@ -82,8 +82,8 @@ def gpu_token(positions: int) -> str:
 
 
 def evaluated(folder: str, task: str, method: str) -> table.Row:
-    found = series.read(EPYC / "eval-real" / folder / f"{task}.jsonl")
-    (row,) = (r for r in table.rows(found) if str(r.method) == method)
+    results = series.read(EPYC / "eval-real" / folder / f"{task}.jsonl")
+    (row,) = (r for r in table.rows(results) if str(r.method) == method)
     return row
 
 
@@ -102,8 +102,8 @@ def architectures() -> tuple[int, int]:
 def factor(folder: str, task: str, base: str, method: str) -> tuple[float, float, float]:
     """By what factor the KL of a method differs from that of another: the geometric mean over the
     texts, with its interval."""
-    found = {str(s.method): s for s in series.read(EPYC / folder / f"{task}.jsonl")}
-    one, other = found[base].common(found[method])
+    by_method = {str(s.method): s for s in series.read(EPYC / folder / f"{task}.jsonl")}
+    one, other = by_method[base].common(by_method[method])
     change = np.log(other.scores / one.scores)
     return np.exp(change.mean()), *np.exp(stats.mean(change, one.texts))
 
@@ -232,9 +232,9 @@ def factors() -> Iterator[str]:
 def test_intervals_of_the_documentation_are_those_of_the_tables() -> None:
     made = {x for name in TABLES for x in INTERVAL.findall(wide(TABLES[name]()))}
     made |= {x.group() for x in map(INTERVAL.match, factors()) if x}
-    found = INTERVAL.findall(wide((ROOT / "docs" / "quality.md").read_text("utf-8")))
-    assert len(found) > 50
-    assert [x for x in found if x not in made] == []
+    intervals = INTERVAL.findall(wide((ROOT / "docs" / "quality.md").read_text("utf-8")))
+    assert len(intervals) > 50
+    assert [x for x in intervals if x not in made] == []
 
 
 def needles() -> list[dict[str, Any]]:

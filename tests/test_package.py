@@ -58,25 +58,25 @@ def contents(file: Path) -> dict[str, int]:
 
 
 def test_the_wheel_has_the_data_and_nothing_of_the_workshop(wheel: Path) -> None:
-    found = contents(wheel)
-    assert {name.split("/")[0].partition("-")[0] for name in found} == {"pyorch", "sparq_cpp"}
+    files = contents(wheel)
+    assert {name.split("/")[0].partition("-")[0] for name in files} == {"pyorch", "sparq_cpp"}
     for folder in DATA:
         ours = {
             f"pyorch/_data/{file.relative_to(paths.REPOSITORY)}"
             for file in (paths.REPOSITORY / folder).rglob("*")
             if file.is_file() and file.parent.name != "__pycache__"
         }
-        assert ours <= found.keys()
-    assert {"pyorch/py.typed", "pyorch/_data/models/demo/document.txt"} <= found.keys()
+        assert ours <= files.keys()
+    assert {"pyorch/py.typed", "pyorch/_data/models/demo/document.txt"} <= files.keys()
     assert wheel.stat().st_size < 10e6  # the demo model is 7 MB of it
 
 
 def test_the_sdist_makes_the_same_wheel_and_leaves_the_records_out(
     wheel: Path, sdist: Path, tmp_path: Path
 ) -> None:
-    found = contents(sdist)
-    assert not [name for name in found if name.startswith(("bench/results", ".ci", ".venv"))]
-    assert {"Makefile", "bench/plot.py", "tests/conftest.py"} <= found.keys()
+    files = contents(sdist)
+    assert not [name for name in files if name.startswith(("bench/results", ".ci", ".venv"))]
+    assert {"Makefile", "bench/plot.py", "tests/conftest.py"} <= files.keys()
     assert sdist.stat().st_size < 10e6
     with tarfile.open(sdist) as archive:
         # the filter is the default of Python 3.14, and not known to every 3.10 and 3.11
@@ -187,22 +187,22 @@ def test_the_wheel_with_cuda_needs_no_gpu(tmp_path: Path) -> None:
     env = {"PATH": str(bin_folder), "HOME": str(tmp_path / "home")}
     works(python, tmp_path, env)
 
-    def said(*argv: str | Path) -> str:
+    def output(*argv: str | Path) -> str:
         done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     if not cuda.devices()[0]:
-        facts = json.loads(said(bin_folder / "sparq-cpp", "doctor", "--json"))
+        facts = json.loads(output(bin_folder / "sparq-cpp", "doctor", "--json"))
         why = "sparq-cpp-cuda is not used: the system has no NVIDIA device"
         assert facts["off"]["cuda"] == why
-        pretended = said(python, "-c", PRETEND)
+        pretended = output(python, "-c", PRETEND)
         assert "failed to initialize CUDA" in pretended and "undefined symbol" not in pretended
     (library,) = (tmp_path / "env" / "lib").glob("*/site-packages/sparq_cpp_cuda/libggml-cuda.so")
     if nm := shutil.which("nm"):
-        names = said(nm, "-D", library)
-        wanted = {tuple(map(int, x.split("."))) for x in re.findall(r"@GLIBC_([\d.]+)", names)}
-        assert max(wanted) <= (2, 17)
+        names = output(nm, "-D", library)
+        versions = {tuple(map(int, x.split("."))) for x in re.findall(r"@GLIBC_([\d.]+)", names)}
+        assert max(versions) <= (2, 17)
         defined = [s.split()[-1] for s in names.splitlines() if re.search(r" [TDBRVW] ", s)]
         assert defined and all(name.startswith("ggml_") for name in defined)
 

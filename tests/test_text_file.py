@@ -30,10 +30,10 @@ WRITTEN = {
 
 @pytest.mark.parametrize("how", WRITTEN)
 def test_one_text_however_it_is_written(how: str) -> None:
-    raw, said = WRITTEN[how]
+    raw, note = WRITTEN[how]
     told: list[str] = []
     assert decoded(raw, "x.txt", told.append) == TEXT
-    assert told == ([f"x.txt: {said}"] if said else [])
+    assert told == ([f"x.txt: {note}"] if note else [])
     lines = raw_lines(raw.splitlines(keepends=True) if "16" not in how else [raw], "x")
     assert "".join(decoded(line, "x") for line in lines) == TEXT
 

@@ -27,13 +27,14 @@ import numpy as np
 
 from bench import plot
 from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
+from bench.papers import paper
 from pyorch import native
 from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.cli.bench.measurement import Done, Measurement
 from pyorch.cli.groups import option
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
-from pyorch.measure import paper, records
+from pyorch.measure import records
 from pyorch.measure.records import Record, Result, optional
 from pyorch.native.params import (
     STATS,

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from bench import plot
+from bench.papers import paper
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli.bench.measurement import Done, Measurement, number_option, same, specs_option
 from pyorch.cli.groups import option, several
 from pyorch.cli.types import LAYERS, Numbers
 from pyorch.errors import SparqError
-from pyorch.measure import paper, records, state
+from pyorch.measure import records, state
 from pyorch.measure.records import Record, Result, optional
 from pyorch.measure.room import Synthetic
 from pyorch.measure.turns import OFF

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
+from bench.papers import paper
 from pyorch.cli.bench import speed
-from pyorch.measure import paper, records
+from pyorch.measure import records
 
 FILE = "speed.jsonl"
 MODEL = "llama2-7b q8_0"

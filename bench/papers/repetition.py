@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from bench import plot
+from bench.papers import paper
 from pyorch.evals import series, stats, table
-from pyorch.measure import paper
 
 FILE = "eval/repetition.jsonl"
 NEEDS = "sparq-cpp eval repetition, then sparq-cpp eval pack: docs/evals.md"

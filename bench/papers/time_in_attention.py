@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from bench import plot
+from bench.papers import paper
 from pyorch.cli.bench.speed import SpeedCase
-from pyorch.measure import paper
 from pyorch.measure.records import load_all, read_case
 
 FILE = "speed.jsonl"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
+from bench.papers import paper
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals import figures, series, table
-from pyorch.measure import paper
 
 TASKS = {
     "niah_many": "Multiple NIAH",

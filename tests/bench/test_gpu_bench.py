@@ -35,10 +35,10 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
             argv, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found = records.load_all(tmp_path / kernels.FILE)
+        recs = records.load_all(tmp_path / kernels.FILE)
         methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2
-        assert [r["case"]["method"] for r in found] == methods
-    for rec in found:
+        assert [r["case"]["method"] for r in recs] == methods
+    for rec in recs:
         assert min(rec["samples_ns"]) > 0 and rec["device"] == "FAKE0"
         dense = rec["case"]["positions"] * rec["case"]["batch"] * rec["case"]["n_head_kv"] * 512
         sparse = rec["case"]["method"].startswith("sparq")
@@ -55,19 +55,19 @@ def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
         [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
-    cases = [records.read_case(in_memory.MemoryCase, rec) for rec in found]
+    recs = records.load_all(tmp_path / "gpu_in_memory.jsonl")
+    cases = [records.read_case(in_memory.MemoryCase, rec) for rec in recs]
     assert [case.threads for case in cases] == [1] * 5 + [2] * 5
     assert [case.name for case in cases[:3]] == ["stock -fa 1", "stock -fa 0", "dense"]
-    assert [len(rec["samples_ns"]) for rec in found] == [2] * 10
-    for rec, case in zip(found, cases, strict=True):
+    assert [len(rec["samples_ns"]) for rec in recs] == [2] * 10
+    for rec, case in zip(recs, cases, strict=True):
         assert bool(rec["counters"].get("calls_sparse")) == case.name.startswith("sparq")
         assert f"turn 1: {case.name}, {case.threads} threads: " in done.stderr
-    best, ours = min(sum(rec["samples_ns"]) for rec in found[5:7]), found[9]
+    best, ours = min(sum(rec["samples_ns"]) for rec in recs[5:7]), recs[9]
     share = ours["bytes"] / statistics.median(ours["samples_ns"]) * 1e9 / ours["memory"]
     row = [line for line in done.stdout.splitlines() if "ratio=1/32" in line][1]
     assert row.endswith(f" {best / sum(ours['samples_ns']):.2f}x | {share:.0%} |")
-    assert ours["bytes"] < found[5]["bytes"] and found[0]["bytes"] == found[5]["bytes"]
+    assert ours["bytes"] < recs[5]["bytes"] and recs[0]["bytes"] == recs[5]["bytes"]
 
 
 FAKE = """
@@ -92,12 +92,12 @@ def test_a_prompt_is_read_on_the_device(native_lib_dir: Path, tmp_path: Path) ->
             [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
         )
         assert done.returncode == 0, done.stderr[-2000:]
-    found = records.load_all(tmp_path / "gpu_in_memory.jsonl")
-    names = [records.read_case(in_memory.MemoryCase, rec).name for rec in found]
+    recs = records.load_all(tmp_path / "gpu_in_memory.jsonl")
+    names = [records.read_case(in_memory.MemoryCase, rec).name for rec in recs]
     prompt = "stock -fa 1, 512 tokens of a prompt"
     assert names == ["stock -fa 1", "stock -fa 0", "dense", prompt, "dense", prompt]
-    assert [rec["in_memory"] for rec in found] == [1, 1, 1, 1, 0, 0]
-    assert found[0]["bytes"] > 0 == found[-1]["bytes"]
+    assert [rec["in_memory"] for rec in recs] == [1, 1, 1, 1, 0, 0]
+    assert recs[0]["bytes"] > 0 == recs[-1]["bytes"]
 
 
 def test_a_real_model_beside_the_cpu(
@@ -117,17 +117,17 @@ def test_a_real_model_beside_the_cpu(
         )
         assert bool(done.returncode) == bool(error) and error in done.stderr, done.stderr[-2000:]
         if not error:
-            said = f"{real_text.OURS}: 3 of 3 tokens are the CPU's, logits differ by 0\n"
-            assert said in done.stdout
+            line = f"{real_text.OURS}: 3 of 3 tokens are the CPU's, logits differ by 0\n"
+            assert line in done.stdout
             assert done.stderr.count("ms per token") == 4
 
 
 def test_what_a_gpu_chooses_otherwise() -> None:
     """The lead over its choice, not over the second."""
-    here = np.array([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
-    assert real_text.compare("x", here, here) == (0, 0)
-    there = here + [[0, 2.5, 0], [0, 0, 1]]
-    assert real_text.compare("x", here, there) == (2, 2.5)
+    on_cpu = np.array([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
+    assert real_text.compare("x", on_cpu, on_cpu) == (0, 0)
+    on_gpu = on_cpu + [[0, 2.5, 0], [0, 0, 1]]
+    assert real_text.compare("x", on_cpu, on_gpu) == (2, 2.5)
 
 
 def add(folder: Path, method: str, us: float, stamp: str) -> None:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("512", [512]),
         ("0,16", [0, 16]),
@@ -44,8 +44,8 @@ pytestmark = pytest.mark.usefixtures("native_lib_dir")
         ("1-10*3,7", [1, 3, 9, 7]),
     ],
 )
-def test_numbers_are_those_of_llama_bench(text: str, wanted: list[int]) -> None:
-    assert Numbers().convert(text, None, None) == wanted
+def test_numbers_are_those_of_llama_bench(text: str, expected: list[int]) -> None:
+    assert Numbers().convert(text, None, None) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,19 +104,19 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     args = ["-d", "2048", "-a", "sparq,ratio=1/8,calibrated", "-a", "sparq,ratio=1/8"]
     with pytest.raises(SparqError, match="not calibrated for ratio 1/8"):
         planned(path, *args)
-    found = []
+    cases = []
     for k_layers in ("64:128", "64:128", "128:64"):
         result["calibrated"] = {"k_layers": k_layers}
         saved.save(path, result)
         (group,) = planned(path, *args)
-        found.append([records.case_of(c) for c in group])
-    assert found[0] == found[1] != found[2]
-    *others, ours, plain = zip(*found, strict=True)
+        cases.append([records.case_of(c) for c in group])
+    assert cases[0] == cases[1] != cases[2]
+    *others, ours, plain = zip(*cases, strict=True)
     assert [c["spec"] for c in ours] == ["sparq,ratio=1/8,budget=calibrated"] * 3
     assert all(c == same[0] and "calibration" not in c for same in (*others, plain) for c in same)
     recs = [dict(record(c, ms=5, kv=10), case=records.case_of(c), run="new") for c in group]
     assert [r["speedup"] for r in speed.rows(recs)] == [1] * 4
-    older = [dict(rec, case=case, run="old") for rec, case in zip(recs, found[0], strict=True)]
+    older = [dict(rec, case=case, run="old") for rec, case in zip(recs, cases[0], strict=True)]
     assert records.latest(older + recs) == recs
 
 
@@ -202,8 +202,8 @@ def test_rows_compare_with_the_faster_stock() -> None:
     assert ours["n_batch"] == ours["n_ubatch"] == 8, "memory is set aside for few tokens at once"
     (prompt,) = speed.rows([record(replace(CASE, n_prompt=64, n_gen=0), ms=5, kv=0)])
     assert prompt["n_batch"] == 512
-    (line,) = (x for x in speed.summary(recs).splitlines() if "sparq" in x)
-    assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
+    (line,) = (x for x in speed.markdown(recs).splitlines() if "sparq" in x)
+    assert line.endswith("| 4.00x | 2.00x | 50 % |")  # no columns of the paper's
 
 
 def record(case: SpeedCase, ms: float, kv: int) -> records.Record:
@@ -257,7 +257,6 @@ def test_bench_writes_every_format_from_one_measurement(
     assert lines[2]["calls_sparse"] == 2 * 3 * 2 and len(lines[2]["samples_ns"]) == 6
     assert lines[0]["roofline_speedup"] == 1 < lines[2]["roofline_speedup"]
     assert lines[2]["type_k"] == "f16" and lines[2]["sparse_attn"] == "sparq,ratio=1/8"
-    assert "| best stock, ms |" in bench("-d", "2048", "-o", "summary").stdout
 
 
 def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) -> None:
@@ -383,13 +382,13 @@ def test_layers_that_fit_do_not_depend_on_what_is_free(monkeypatch: pytest.Monke
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(free))
         assert layers(depth) == (32 if depth == 4096 else 1)
     # each process has its own copy of weights that llama.cpp rearranges
-    for quant, repack, wanted in (("q4_0", True, 16), ("q4_0", False, 32), ("q4_k_m", True, 16)):
-        assert layers(4096, quant, room.Place(repack=repack)) == wanted
+    for quant, repack, expected in (("q4_0", True, 16), ("q4_0", False, 32), ("q4_k_m", True, 16)):
+        assert layers(4096, quant, room.Place(repack=repack)) == expected
     # of a GPU: each process has the weights, too
-    for gpu_gib, n_gpu_layers, wanted in ((79.6, None, 16), (139.8, None, 32), (139.8, 0, 4)):
+    for gpu_gib, n_gpu_layers, expected in ((79.6, None, 16), (139.8, None, 32), (139.8, 0, 4)):
         machine = {"memory_gib": 24.0, "gpu": "G", "gpu_gib": gpu_gib}
-        monkeypatch.setattr(records, "machine", lambda found=machine: found)
-        assert layers(46080, "f16", room.Place(n_gpu_layers), 1) == wanted
+        monkeypatch.setattr(records, "machine", lambda machine=machine: machine)
+        assert layers(46080, "f16", room.Place(n_gpu_layers), 1) == expected
     monkeypatch.setattr(records, "machine", lambda: {"memory_gib": 24.0})
     monkeypatch.setattr(room, "of_nodes", lambda *kinds: 12 << 30)  # bound to a part of the memory
     assert layers(4096) == 8

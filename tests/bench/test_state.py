@@ -26,9 +26,9 @@ def test_state_comes_back_as_it_was_written(model: Path, kind: str, flash_attn: 
     types = {"type_k": kind, "type_v": kind}
     with engine.load(model, n_ctx=1024, n_threads=1, flash_attn=flash_attn, **types) as s:
         engine.decode(s, 3)
-        wanted = state.blob(state.layout(s), 1000, seed=5)
+        expected = state.blob(state.layout(s), 1000, seed=5)
         state.fill(s, 1000, seed=5)
-        assert state._get(s) == wanted.tobytes()
+        assert state._get(s) == expected.tobytes()
         assert len(s.tokens) == 1000
         engine.decode(s, 65)
         assert np.isfinite(engine.logits(s)).all()

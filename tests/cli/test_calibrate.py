@@ -57,10 +57,10 @@ def test_allocation_is_the_best_there_is() -> None:
         costs, kls = (x[np.arange(3), every].sum(1) for x in (cost, kl))
         for budget in np.quantile(costs, (0.2, 0.5, 0.8)):
             got = search.allocate(kl, cost, budget)
-            spent, found = (x[np.arange(3), got].sum() for x in (cost, kl))
+            spent, best = (x[np.arange(3), got].sum() for x in (cost, kl))
             assert spent <= budget
             # no choice that costs no more is better: prices find all corners of the hull
-            assert found <= kls[costs <= spent].min() + 1e-9
+            assert best <= kls[costs <= spent].min() + 1e-9
 
 
 class Formula:
@@ -247,9 +247,9 @@ def test_results_of_earlier_versions_are_read(file: Path) -> None:
         for budget in ("calibrated", "top-p"):
             spec = AttentionSpec("sparq", ratio=result["ratio"], budget=budget)
             out = saved.applied(result[budget], spec)
-            found = result[budget]
-            assert out.budget == "uniform" and out.top_p == found.get("top_p", 1)
-            n_layer = len(found["k_layers"].split(":")) if "k_layers" in found else 0
+            settings = result[budget]
+            assert out.budget == "uniform" and out.top_p == settings.get("top_p", 1)
+            n_layer = len(settings["k_layers"].split(":")) if "k_layers" in settings else 0
             assert len(out.k_layers or ()) == len(out.rank_layers or ()) == n_layer
 
 

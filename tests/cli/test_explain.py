@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 def explain(run: Run, model: object, *more: object) -> dict[str, Any]:
     args = ("explain", "-m", model, "--ctx", 8192, "--ratio", "1/8", "--json", *more)
-    found: dict[str, Any] = json.loads(run(*args).out)
-    return found
+    facts: dict[str, Any] = json.loads(run(*args).out)
+    return facts
 
 
 def test_a_hybrid_gains_little(run: Run) -> None:

@@ -111,5 +111,5 @@ def why_no_gpu() -> str:
     except OSError:
         return "no CUDA driver"
     count = c_int()
-    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-    return "" if found and count.value else "no CUDA device"
+    has_driver = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return "" if has_driver and count.value else "no CUDA device"

@@ -145,11 +145,11 @@ def test_a_result_that_lies_on_what_is_read_is_not_made_in_one_launch(ggml, monk
 
     def on_top(graph, nodes, n_threads: int) -> None:
         select, attend = (node.contents for node in nodes[-2:])
-        wanted = select.src[WANTED].contents
+        row = select.src[WANTED].contents
         n = ggml.base.ggml_nbytes(select.src[WANTED])
         assert n <= ggml.base.ggml_nbytes(nodes[-1])
-        ctypes.memmove(attend.data, wanted.data, n)
-        wanted.data = attend.data
+        ctypes.memmove(attend.data, row.data, n)
+        row.data = attend.data
         compute(graph, nodes, n_threads)
 
     monkeypatch.setattr(ggml, "compute", on_top)

@@ -41,7 +41,7 @@ class Resources:
 
 def parse_report(text: str) -> dict[str, Resources]:
     """ptxas -v, by the kernel's name and template arguments, as in `attend<4,1,1,128>`."""
-    found = {}
+    kernels = {}
     for part in re.split(r"Compiling entry function '", text)[1:]:
         mangled = part.partition("'")[0]
         stack, stores, loads = (
@@ -50,10 +50,10 @@ def parse_report(text: str) -> dict[str, Resources]:
         )
         shared = re.search(r"(\d+) bytes smem", part)
         registers = int(re.search(r"Used (\d+) registers", part)[1])
-        found[kernel_name(mangled)] = Resources(
+        kernels[kernel_name(mangled)] = Resources(
             registers, int(shared[1]) if shared else 0, stack, stores + loads
         )
-    return found
+    return kernels
 
 
 def kernel_name(mangled: str) -> str:
@@ -104,8 +104,8 @@ def test_hot_kernels_spill_nothing(arch: str, ggml_headers: Path, tmp_path: Path
     for name, r in hot.items():
         assert (r.stack, r.spilled) == (0, 0), f"{name}: {r}"
     for prefix, most in SPILLS.items():
-        found = {name: r.spilled for name, r in kernels.items() if name.startswith(prefix)}
-        assert found and max(found.values()) <= MORE.get((arch, prefix), most), found
+        spills = {name: r.spilled for name, r in kernels.items() if name.startswith(prefix)}
+        assert spills and max(spills.values()) <= MORE.get((arch, prefix), most), spills
     for name, r in kernels.items():
         n_thread = 1024 if name.startswith("select<1024") else 256
         assert r.registers * n_thread <= N_REGISTER, f"{name}: {r}"

@@ -71,10 +71,10 @@ def squad(tmp_path: Path) -> Path:
 
 
 def test_squad_prompt(session: engine.Session, squad: Path) -> None:
-    found = first("squad", session, squad, 20)
-    assert sorted(e.id for e in found) == sorted(f"q{i}" for i in range(20))
+    examples = first("squad", session, squad, 20)
+    assert sorted(e.id for e in examples) == sorted(f"q{i}" for i in range(20))
     places = set()
-    for e in found:
+    for e in examples:
         town, shot = int(e.id[1:]) // 2, int(e.id[1:]) ^ 1
         *contexts, instruction, q1, a1, q2, a2 = engine.detokenize(session, e.prompt).split("\n")
         assert len(contexts) == len(set(contexts)) == 8
@@ -95,10 +95,10 @@ def test_squad_prompt(session: engine.Session, squad: Path) -> None:
 def test_squad_asks_about_the_paragraphs_of_one_text(
     session: engine.Session, squad: Path, confusion: int | None
 ) -> None:
-    found = first("squad", session, squad, 12, questions=3, confusion=confusion)
-    assert [e.about["text"] for e in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    examples = first("squad", session, squad, 12, questions=3, confusion=confusion)
+    assert [e.about["text"] for e in examples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     for text in range(4):
-        asked = [e for e in found if e.about["text"] == text]
+        asked = [e for e in examples if e.about["text"] == text]
         split = [engine.detokenize(session, e.prompt).split("\n") for e in asked]
         paragraphs = split[0][:-5]
         assert all(x[:-5] == paragraphs for x in split)
@@ -110,7 +110,9 @@ def test_squad_asks_about_the_paragraphs_of_one_text(
             assert x[-2] != x[-4]  # the example is another question
     if confusion:  # 2 texts and a half before a paragraph comes again
         used = [
-            p for i in (0, 3) for p in engine.detokenize(session, found[i].prompt).split("\n")[:4]
+            p
+            for i in (0, 3)
+            for p in engine.detokenize(session, examples[i].prompt).split("\n")[:4]
         ]
         assert len(set(used)) == 8
 
@@ -135,7 +137,7 @@ def test_squad_rows_of_the_hub_are_the_same_questions(
 
 
 @pytest.mark.parametrize(
-    ("said", "answers", "right"),
+    ("reply", "answers", "right"),
     [
         (" 1978\nQuestion: What", ("1978",), True),
         (" The Eiffel Tower.", ("Eiffel tower",), True),
@@ -147,16 +149,16 @@ def test_squad_rows_of_the_hub_are_the_same_questions(
         (" London", ("Paris", "London"), True),
     ],
 )
-def test_exact_match(said: str, answers: tuple[str, ...], right: bool) -> None:
-    assert qa.matches(said, answers) is right
+def test_exact_match(reply: str, answers: tuple[str, ...], right: bool) -> None:
+    assert qa.matches(reply, answers) is right
 
 
 def test_an_answer_is_scored_as_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     e = Example("x", [1, 2], 7, ("Fresno",))
-    for said, want in ((" Fresno, California", 1), (" California", 0)):
-        parrot = Parrot(said.encode())
+    for reply, want in ((" Fresno, California", 1), (" California", 0)):
+        parrot = Parrot(reply.encode())
         outcome = qa.score(Decoder(parrot.install(monkeypatch)), e)
-        assert (outcome.score, outcome.reply) == (want, said[:7])
+        assert (outcome.score, outcome.reply) == (want, reply[:7])
         assert parrot.asked[0] == 2 and len(parrot.asked) == 7
 
 
@@ -173,9 +175,9 @@ def test_triviaqa_takes_a_result_of_the_right_length(
     session: engine.Session, tmp_path: Path
 ) -> None:
     file = lines(tmp_path / "t.jsonl", [trivia(0), trivia(1, 100), trivia(2)])
-    found = first("triviaqa", session, file, 5)
-    assert sorted(e.id for e in found) == ["t0", "t2"]
-    for e in found:
+    examples = first("triviaqa", session, file, 5)
+    assert sorted(e.id for e in examples) == ["t0", "t2"]
+    for e in examples:
         text = engine.detokenize(session, e.prompt)
         assert text == "w" * 5000 + f"\nQuestion: Who is {e.id[1]}?\nAnswer:"
         assert e.answers == (f"Ann {e.id[1]}", f"A. {e.id[1]}")
@@ -195,8 +197,8 @@ def test_cnn_dailymail(
     assert e.max_tokens == len(article["highlights"])
     task = evals.tasks()["cnn_dailymail"]
     # longest common subsequence of words 5: precision 5/5, recall 5/6
-    for said, want in (("cats sat on the mat", 10 / 11), ("A cat sat on the mat .", 1), ("no", 0)):
-        decoder = Decoder(Parrot(said.encode()).install(monkeypatch))
+    for reply, want in (("cats sat on the mat", 10 / 11), ("A cat sat on the mat .", 1), ("no", 0)):
+        decoder = Decoder(Parrot(reply.encode()).install(monkeypatch))
         assert task.score(decoder, e).score == pytest.approx(want)
 
 
@@ -207,8 +209,8 @@ def test_squality_asks_all_questions_of_a_story(
     pytest.importorskip("rouge_score")
 
     def ask(number: int, *responses: str) -> dict[str, Any]:
-        said = [{"response_text": r} for r in responses]
-        return {"question_text": f"Q{number}?", "question_number": number, "responses": said}
+        texts = [{"response_text": r} for r in responses]
+        return {"question_text": f"Q{number}?", "question_number": number, "responses": texts}
 
     story = {
         "document": "A cat sat. " * 20,
@@ -238,8 +240,8 @@ def test_wikitext_cuts_pages_and_ends_before_white_space(
     assert [p[:12] for p in wikitext.articles(file)] == [" = One fort ", " = Short = \n"]
     setup = Setup(session, 7000, data=file)
     (e,) = islice(wikitext.examples(setup), 5)
-    read, given = engine.detokenize(session, e.prompt), engine.detokenize(session, e.forced)
-    assert WIKI.startswith(read + given) and len(read) >= 6000 and given[0] == " "
+    read, scored = engine.detokenize(session, e.prompt), engine.detokenize(session, e.forced)
+    assert WIKI.startswith(read + scored) and len(read) >= 6000 and scored[0] == " "
     assert len(e.forced) == e.about["chars"] == 256  # bytes; at most 256 tokens
     # a shorter context reads less and gives the same number of characters
     (e,) = first("wikitext", session, file, 5)

@@ -36,16 +36,16 @@ def first(name: str, setup: Setup, n: int = 4) -> list[Example]:
 
 @pytest.mark.parametrize("task", GENERATED, ids=lambda t: t.name)
 def test_examples_fit_repeat_and_fill_the_context(task: Any, setup: Setup) -> None:
-    found = list(islice(task.examples(setup), 6))
-    assert list(islice(task.examples(setup), 6)) == found
-    sizes = [len(e.prompt) + e.max_tokens for e in found]
+    examples = list(islice(task.examples(setup), 6))
+    assert list(islice(task.examples(setup), 6)) == examples
+    sizes = [len(e.prompt) + e.max_tokens for e in examples]
     assert max(sizes) <= CTX
     if task.name != "needle":  # which has its own lengths
         assert min(sizes) > 0.9 * CTX
-    assert len({tuple(e.prompt) for e in found}) == 6
-    assert all(e.prompt[0] == 1 for e in found)  # the begin token
+    assert len({tuple(e.prompt) for e in examples}) == 6
+    assert all(e.prompt[0] == 1 for e in examples)  # the begin token
     other = Setup(setup.session, CTX, seed=2, texts=setup.texts)
-    assert next(task.examples(other)).prompt != found[0].prompt
+    assert next(task.examples(other)).prompt != examples[0].prompt
 
 
 @pytest.mark.parametrize("task", GENERATED, ids=lambda t: t.name)
@@ -56,9 +56,9 @@ def test_the_right_answer_gets_the_full_score_and_a_wrong_one_none(
         return
     e = first(task.name, setup, 1)[0]
     best = len(e.answers[0]) if task.name == "repetition" else 1
-    for said, want in (((" ".join(e.answers)), best), ("~" * 40, 0)):
+    for reply, want in (((" ".join(e.answers)), best), ("~" * 40, 0)):
         with monkeypatch.context() as patch:
-            session = Parrot(said.encode()).install(patch)
+            session = Parrot(reply.encode()).install(patch)
             assert task.score(Decoder(session), e).score == want
 
 
@@ -80,18 +80,18 @@ def test_passage_is_in_its_context(setup: Setup, questions: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "right"), [("abcdef", 6), ("abcXef", 3), ("Xbcdef", 0), ("abé", 2), ("abc", 3)]
+    ("reply", "right"), [("abcdef", 6), ("abcXef", 3), ("Xbcdef", 0), ("abé", 2), ("abc", 3)]
 )
 def test_repetition_counts_characters_until_the_first_mistake(
-    monkeypatch: pytest.MonkeyPatch, said: str, right: int
+    monkeypatch: pytest.MonkeyPatch, reply: str, right: int
 ) -> None:
-    expected = "abèdef" if "é" in said else "abcdef"
-    parrot = Parrot(said.encode())
+    expected = "abèdef" if "é" in reply else "abcdef"
+    parrot = Parrot(reply.encode())
     e = Example("x", [1, 2], 20, (expected,))
     outcome = repetition.score(Decoder(parrot.install(monkeypatch)), e)
     assert outcome.score == right
     # no step after the first mistake, and none after the end
-    assert len(parrot.asked) <= len(expected[: right + 1].encode()) + (said == "abc")
+    assert len(parrot.asked) <= len(expected[: right + 1].encode()) + (reply == "abc")
 
 
 def test_needle_is_at_its_depth(setup: Setup) -> None:
@@ -123,27 +123,27 @@ def test_niah_hides_the_value_once(name: str, alone: bool, setup: Setup) -> None
 
 
 def test_niah_many_asks_ten_questions_about_each_text(setup: Setup) -> None:
-    found = first("niah_many", setup, 20)
-    assert [e.about["text"] for e in found] == [0] * 10 + [1] * 10
+    examples = first("niah_many", setup, 20)
+    assert [e.about["text"] for e in examples] == [0] * 10 + [1] * 10
     for i in (0, 10):
-        texts = [setup.text(e.prompt[1:]) for e in found[i : i + 10]]
+        texts = [setup.text(e.prompt[1:]) for e in examples[i : i + 10]]
         hay = {t.partition("\nWhat ")[0] for t in texts}
         assert len(hay) == 1
         needles = re.findall(r"special magic (\w+) for (\S+) is: (\S+)\.", hay.pop())
         assert len(needles) == 12 and len({key for _, key, _ in needles}) == 9
-        for e, text in zip(found[i : i + 10], texts, strict=True):
+        for e, text in zip(examples[i : i + 10], texts, strict=True):
             question = text.partition("\nWhat ")[2]
-            wanted = {x for _, key, x in needles if key in question}
-            assert wanted == set(e.answers)
-        assert [len(e.answers) for e in found[i : i + 10]] == [1] * 8 + [4, 4]
+            numbers = {x for _, key, x in needles if key in question}
+            assert numbers == set(e.answers)
+        assert [len(e.answers) for e in examples[i : i + 10]] == [1] * 8 + [4, 4]
 
 
 @pytest.mark.parametrize("name", ["niah_many", "repetition"])
 def test_the_right_answer_is_given_token_by_token(name: str, setup: Setup) -> None:
     for e, plain in zip(first(f"answers_{name}", setup, 10), first(name, setup, 10), strict=True):
         assert (e.prompt, e.answers, e.about) == (plain.prompt, plain.answers, plain.about)
-        said = setup.text(list(e.forced)).strip()
-        assert ", ".join(plain.answers).strip().startswith(said) and len(said) > 6
+        answer = setup.text(list(e.forced)).strip()
+        assert ", ".join(plain.answers).strip().startswith(answer) and len(answer) > 6
         assert len(e.forced) == e.max_tokens <= 32
 
 

@@ -72,9 +72,9 @@ def test_kill_9_loses_and_repeats_nothing(tiny: Path, tmp_path: Path) -> None:
     out, err = start().communicate()
     after = file.read_bytes()
     assert after.startswith(before[: before.rfind(b"\n") + 1]), err
-    found = [(r["method"], r["i"]) for r in records(file)]
-    assert len(found) == len(set(found)) == 160
-    assert {i for _, i in found} == set(range(80))
+    examples = [(r["method"], r["i"]) for r in records(file)]
+    assert len(examples) == len(set(examples)) == 160
+    assert {i for _, i in examples} == set(range(80))
     # the same scores as a run that was never cut short would have: those in the file
     shown = {r["method"]: r["scores"] for r in json.loads(out)}
     for method, scores in shown.items():
@@ -117,15 +117,15 @@ def test_a_longer_run_and_another_method_add_only_what_is_missing(
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each prefill reads."""
-    found: list[int] = []
+    sizes: list[int] = []
     whole = engine.prefill
 
     def prefill(s: engine.Session, tokens: list[int], **options: Any) -> None:
-        found.append(len(tokens))
+        sizes.append(len(tokens))
         whole(s, tokens, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
-    return found
+    return sizes
 
 
 def test_what_prompts_share_is_read_once_and_changes_no_answer(
@@ -169,10 +169,10 @@ def test_a_document_is_not_read_again(
         done = run_eval(*args)
         assert done.exit_code == 0, done.output
         files = [tmp_path / "out" / f"{x}.jsonl" for x in ("repetition", "answers_repetition")]
-        found = [(r["id"], r["method"], r["said"], r["score"]) for f in files for r in records(f)]
+        rows = [(r["id"], r["method"], r["said"], r["score"]) for f in files for r in records(f)]
         for file in files:
             file.unlink()
-        return found
+        return rows
 
     opened = answers()
     assert len(opened) == 16 and read and max(read) < 100
@@ -455,15 +455,15 @@ def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
         tokens = engine.tokenize(r.session, text)[:320]
         example = Example("x", tokens[:301], 19, forced=tuple(tokens[301:]))
         r.read(tokens[:300], methods, True)
-        found = {
+        masses = {
             str(m): r.decode(m, 300, lambda s: list(Decoder(s).forced(example)), True).masses
             for m in methods
         }
     n_layer = 5
-    assert found["off"] == found["dense"] == [1.0] * n_layer
+    assert masses["off"] == masses["dense"] == [1.0] * n_layer
     want = np.array(shown).reshape(-1, n_layer).mean(0)
-    assert found["oracle,ratio=1/8"] == pytest.approx(want, abs=2e-3)
-    sparq, topk = (np.array(found[m]) for m in lines[3:])
+    assert masses["oracle,ratio=1/8"] == pytest.approx(want, abs=2e-3)
+    sparq, topk = (np.array(masses[m]) for m in lines[3:])
     assert (sparq < topk).all() and (topk < 1).all()  # topk keeps 1/4 of all, SparQ 1/4 less scan
     assert (sparq > 0.5).all()
 
@@ -478,8 +478,8 @@ def test_another_calibration_is_another_method(
     result = run_eval("needle", "--ctx", 576, "-n", 1, "-a", "off", "-a", line)
     assert "is not calibrated for ratio 1/4" in result.exception.message
     for rank, n in ((8, 3), (9, 2), (8, 2)):
-        found = {"calibrated": {"k_layers": "40:40", "rank_layers": f"{rank}:{rank}"}}
-        monkeypatch.setattr(saved, "find", lambda *_, found=found: found)
+        layers = {"calibrated": {"k_layers": "40:40", "rank_layers": f"{rank}:{rank}"}}
+        monkeypatch.setattr(saved, "find", lambda *_, layers=layers: layers)
         result = run_eval("needle", "--ctx", 576, "-n", n, "-a", "off", "-a", line)
         assert result.exit_code == 0, result.output
     meant = [f"k_layers=40:40,rank_layers={rank}:{rank}" for rank in (8, 9)]

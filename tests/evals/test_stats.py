@@ -55,16 +55,16 @@ def test_intervals_cover_the_mean_at_their_rate(
     """2,000 draws of a few texts, ten questions each. Wilson's is a little wide for the fewest."""
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(n_texts), 10).tolist()
-    found = [stats.interval(draw(rng, n_texts), draw is hits, groups) for _ in range(2000)]
-    assert 0.93 < np.mean([low <= truth <= high for low, high in found]) < most
+    intervals = [stats.interval(draw(rng, n_texts), draw is hits, groups) for _ in range(2000)]
+    assert 0.93 < np.mean([low <= truth <= high for low, high in intervals]) < most
 
 
 def test_the_bootstrap_of_a_few_texts_does_not() -> None:
     """So this simulation tells a wrong interval from a right one."""
     rng = np.random.default_rng(0)
     for n_texts, most in ((2, 0.52), (3, 0.76), (4, 0.83), (6, 0.89)):
-        found = [bootstrap(rng, normal(rng, n_texts)) for _ in range(2000)]
-        assert np.mean([low <= 5 <= high for low, high in found]) < most
+        intervals = [bootstrap(rng, normal(rng, n_texts)) for _ in range(2000)]
+        assert np.mean([low <= 5 <= high for low, high in intervals]) < most
 
 
 def test_stretches_that_overlap_count_once() -> None:

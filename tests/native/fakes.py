@@ -94,8 +94,8 @@ def use(folder: Path) -> None:
     os.environ["SPARQ_LLAMA_SOURCE"] = str(folder / "sdist")
     paths.data = lambda name: folder / name
     cmake.tool = lambda name: str(folder / "bin" / name)
-    found = probe.Probe((), (), {}, True)
-    probe.probe = lambda compiler, native: found
+    cpu = probe.Probe((), (), {}, True)
+    probe.probe = lambda compiler, native: cpu
     smoke.fault = lambda folder: None  # what these builds make is no library
 
 

@@ -48,9 +48,9 @@ INPUTS: dict[str, tuple[object, ...]] = {  # a file that gets another line, or w
 @pytest.mark.parametrize("what", INPUTS)
 def test_every_input_counts(world: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     before = make()
-    name, *found = INPUTS[what]
-    if found:
-        monkeypatch.setattr(probe, str(name), lambda *_, **__: found[0])
+    name, *values = INPUTS[what]
+    if values:
+        monkeypatch.setattr(probe, str(name), lambda *_, **__: values[0])
     elif what == "CFLAGS":
         monkeypatch.setenv("CFLAGS", "-O1")
     else:

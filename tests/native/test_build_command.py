@@ -25,8 +25,8 @@ def test_build(run: Run, world: Path) -> None:
     script = run("build", "--env")[1]
     script += 'echo "$PYTHONPATH $LLAMA_CPP_LIB_PATH $MTMD_CPP_LIB"'
     env = {**os.environ, "PYTHONPATH": "/mine"}
-    said = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True).stdout
-    assert said.split() == [f"{native_build.bindings()}:/mine", folder, folder]
+    output = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True).stdout
+    assert output.split() == [f"{native_build.bindings()}:/mine", folder, folder]
 
 
 def test_doctor_json(run: Run, native_lib_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

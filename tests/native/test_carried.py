@@ -73,8 +73,8 @@ def test_what_does_not_work_is_passed_over(
     assert (folder / "libggml-cpu.so").read_text() == "x64"
     off = json.loads((folder / "stamp.json").read_text())["off"]
     assert list(off) == ["zen4", "haswell"] and "SIGILL" in off["zen4"]
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "zen4" in said[0] and "haswell" in said[1]
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 2 and "zen4" in notes[0] and "haswell" in notes[1]
 
 
 def test_none_works(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

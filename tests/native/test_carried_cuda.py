@@ -29,20 +29,20 @@ CUBLAS = "packages/nvidia/cu13/lib/libcublas.so.13"
 def cpu(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What came with the wheel, in the cache, beside the package for an H100, which is here. What
     NVIDIA's packages have is in the environment, and no compiler."""
-    here = world / "packages"
+    packages = world / "packages"
     of_cuda = build.sources(build.Options(cuda="any"))
     stamp = {"stamp": "abc", "inputs": of_cuda, "archs": ["80", "90"], "cuda": "c", "compiler": "z"}
     files = {f"nvidia/cu13/lib/{name}": name for name in carried_cuda._NEEDED}
     files |= {"sparq_cpp_cuda/libggml.so": "with CUDA", "sparq_cpp_cuda/libggml-cuda.so": "CUDA"}
     files["sparq_cpp_cuda/stamp.json"] = json.dumps(stamp)
-    write(here, files)
+    write(packages, files)
     of_cpu: dict[str, Any] = {"time": 1, "off": {"zen4": "it fails"}, "pin": "p", "isa": ["x64"]}
     of_cpu |= {"stamp": "of the CPU", "inputs": build.sources(build.Options()), "ranked": ["x64"]}
     of_cpu["inputs"] |= {"options": carried.NAME, "compiler": "c"}
     files = dict.fromkeys(("libggml.so", "libllama.so", "llama-server"), "CPU")
     files["stamp.json"] = json.dumps(of_cpu)
     folder = write(world / "cache" / "lib" / "sparq-carried-of-this-cpu", files)
-    monkeypatch.syspath_prepend(here)
+    monkeypatch.syspath_prepend(packages)
     monkeypatch.setattr(carried, "find_cpu", lambda: folder)
     monkeypatch.setattr(cuda, "devices", lambda: ((H100,), ""))
     monkeypatch.setattr(cuda, "find_nvcc", lambda: "")
@@ -87,8 +87,8 @@ def test_a_build_for_the_cpu_that_was_made_here_gives_way(
     with monkeypatch.context() as m:
         m.setattr(probe, "find_compiler", lambda: probe.Compiler("cc", "c++", "a compiler"))
         made, stock = build.build(build.Options()), build.build(build.Options(stock=True))
-    found = native.find()
-    assert found and found.name.startswith(carried_cuda.NAME)
+    folder = native.find()
+    assert folder and folder.name.startswith(carried_cuda.NAME)
     capsys.readouterr()
     assert native.find(stock=True) == stock
     assert "stock" in capsys.readouterr().err
@@ -134,8 +134,8 @@ def test_a_gpu_that_it_has_no_code_for_is_hidden(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(cuda, "devices", cache(lambda: ((RTX, H100), "")))
-    found = native.find()
-    assert found and found.name.startswith(carried_cuda.NAME)
+    folder = native.find()
+    assert folder and folder.name.startswith(carried_cuda.NAME)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
     assert RTX.name in capsys.readouterr().err
 

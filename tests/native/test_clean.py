@@ -102,12 +102,12 @@ def test_what_is_not_ours_stays(run: Run, current: Path) -> None:
 def test_it_waits_for_who_works_there(
     current: Path, locked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = ""
+    text = ""
     thread = Thread(target=clean.remove, args=([paths.cache() / "wheels"],))
     with paths.locked(paths.cache() / locked):
         thread.start()
-        while "waiting for process" not in said:
-            said += capsys.readouterr().err
+        while "waiting for process" not in text:
+            text += capsys.readouterr().err
             time.sleep(0.01)
         assert (paths.cache() / "wheels" / "linux" / "cc").exists()
     thread.join()

@@ -38,8 +38,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 def nvcc(folder: Path, release: str, body: str) -> str:
     """A compiler that says it is of a release, and otherwise does `body`."""
     file = folder / "nvcc"
-    said = f'[ "$1" = --version ] && {{ echo "Cuda, release {release}, V{release}.1"; exit; }}'
-    file.write_text(f"#!/bin/sh\n{said}\n{body}\n")
+    version = f'[ "$1" = --version ] && {{ echo "Cuda, release {release}, V{release}.1"; exit; }}'
+    file.write_text(f"#!/bin/sh\n{version}\n{body}\n")
     file.chmod(0o755)
     return str(file)
 
@@ -60,9 +60,9 @@ def test_devices_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.Mon
     compiled(DRIVER, tmp_path / "libcuda.so.1")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setattr(cuda.Path, "exists", lambda path: True)
-    found, why = cuda.devices.__wrapped__()
-    assert (found[0], why) == (cuda.Device("80", "GPU 0", 5 << 30), "")
-    assert found[1] == cuda.Device("90", "GPU 1", 6 << 30) and len(found) == 2
+    devices, why = cuda.devices.__wrapped__()
+    assert (devices[0], why) == (cuda.Device("80", "GPU 0", 5 << 30), "")
+    assert devices[1] == cuda.Device("90", "GPU 1", 6 << 30) and len(devices) == 2
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_toolkit(
     """Found out by compiling and running; `$3` is the program that it is to make."""
     monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc(tmp_path, release, body))
     monkeypatch.setattr(cuda, "devices", lambda: ((H100,), ""))
-    found, said = cuda.toolkit(probe.Compiler("cc", "c++", ""))
-    assert why in said and (found is None) == bool(why)
-    if found:
-        assert found.release == release
+    toolkit, reason = cuda.toolkit(probe.Compiler("cc", "c++", ""))
+    assert why in reason and (toolkit is None) == bool(why)
+    if toolkit:
+        assert toolkit.release == release
 
 
 def test_libraries_of_python_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +115,14 @@ def test_libraries_of_python_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cuda, "find_nvcc", lambda: compiler)
     monkeypatch.setattr(cuda, "devices", lambda: ((), "none"))
     monkeypatch.syspath_prepend(tmp_path)
-    found, why = cuda.toolkit(probe.Compiler("cc", "c++", ""))
-    assert found is not None, why
-    assert set(found.libraries) == {"cublas", "cublasLt"}
+    toolkit, why = cuda.toolkit(probe.Compiler("cc", "c++", ""))
+    assert toolkit is not None, why
+    assert set(toolkit.libraries) == {"cublas", "cublasLt"}
     # the loader looks there in this order: cudart of the toolkit, not another release's
-    assert found.lib[:2] == (str(tmp_path / "cuda/lib64"), str(tmp_path / "nvidia/cu13/lib"))
-    options = cuda.cmake_options(found, "90")
+    assert toolkit.lib[:2] == (str(tmp_path / "cuda/lib64"), str(tmp_path / "nvidia/cu13/lib"))
+    options = cuda.cmake_options(toolkit, "90")
     assert options["CUDA_cublas_LIBRARY"].endswith("cu13/lib/libcublas.so.13")
-    assert f"-isystem={tmp_path}/nvidia/cu13/include" in found.flags
+    assert f"-isystem={tmp_path}/nvidia/cu13/include" in toolkit.flags
 
 
 def test_what_is_usual(machine, monkeypatch: pytest.MonkeyPatch) -> None:

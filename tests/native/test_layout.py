@@ -92,8 +92,8 @@ def test_workers_and_documents_go_by_it(ours: int, tiny: Path) -> None:
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_layout_is_another_number(what: str, layout, ours: int) -> None:
-    found = layout(CHANGES[what])
-    assert found != ours and byte(found) != byte(ours)
+    number = layout(CHANGES[what])
+    assert number != ours and byte(number) != byte(ours)
 
 
 def test_the_parameters_of_every_step_count(layout, compiled, ours: int) -> None:

@@ -30,14 +30,14 @@ def test_an_instruction_set_that_the_cpu_lacks_is_switched_off(tmp_path: Path) -
     """The compiler is told that this is a Sapphire Rapids: AMX and all of AVX-512."""
     line = "for a; do shift; "
     line += '[ "$a" = -march=native ] && a=-march=sapphirerapids; set -- "$@" "$a"; done'
-    found = probe.probe(wrapped(tmp_path, line), native=True)
+    cpu = probe.probe(wrapped(tmp_path, line), native=True)
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     for name, flag in (("avx2", "avx2"), ("avx512", "avx512f"), ("amx", "amx_tile")):
-        assert (name in found.isa) != (name in found.off)
+        assert (name in cpu.isa) != (name in cpu.off)
         if f" {flag}" not in info:
-            assert "executing it fails" in found.off[name]
-    if "amx" in found.off:
-        assert {"-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"} <= set(found.flags)
+            assert "executing it fails" in cpu.off[name]
+    if "amx" in cpu.off:
+        assert {"-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"} <= set(cpu.flags)
 
 
 @x86
@@ -49,17 +49,17 @@ def test_an_instruction_that_kills_is_switched_off(
     refused = ("no", "__x86_64__", ["-mno-no"], "return 1;")
     unknown = ("unknown", "__NO_SUCH_MACRO__", ["-mno-unknown"], "does not compile")
     monkeypatch.setattr(probe, "_X86", (*probe._X86[:1], fatal, refused, unknown))
-    found = probe.probe(REAL, native=True)
-    assert "was ended by SIGILL" in found.off["bad"] and "kernel refuses" in found.off["no"]
-    assert {"-mno-bad", "-mno-no"} <= set(found.flags)
-    assert "unknown" not in found.off and "unknown" not in found.isa
+    cpu = probe.probe(REAL, native=True)
+    assert "was ended by SIGILL" in cpu.off["bad"] and "kernel refuses" in cpu.off["no"]
+    assert {"-mno-bad", "-mno-no"} <= set(cpu.flags)
+    assert "unknown" not in cpu.off and "unknown" not in cpu.isa
     assert not probe.probe(REAL, native=False).isa
 
 
 def test_no_openmp(tmp_path: Path) -> None:
     line = 'for a; do [ "$a" = -fopenmp ] && { echo "error: unsupported" >&2; exit 1; }; done'
-    found = probe.probe(wrapped(tmp_path, line), native=False)
-    assert not found.openmp and "openmp" in found.off
+    cpu = probe.probe(wrapped(tmp_path, line), native=False)
+    assert not cpu.openmp and "openmp" in cpu.off
 
 
 @pytest.mark.parametrize("line", ['echo "error: no string_view" >&2; exit 1', "exit 1"])

@@ -69,8 +69,8 @@ def on_gpus(native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for file in native_lib_dir.glob("lib*"):
         (folder / file.name).symlink_to(file)
     (folder / "libggml.so").unlink()
-    found = (f"-L{native_lib_dir}", "-Wl,--no-as-needed", "-lggml", f"-Wl,-rpath,{native_lib_dir}")
-    compiled(LOADS, folder / "libggml.so", *found)
+    link = (f"-L{native_lib_dir}", "-Wl,--no-as-needed", "-lggml", f"-Wl,-rpath,{native_lib_dir}")
+    compiled(LOADS, folder / "libggml.so", *link)
     return folder
 
 
@@ -133,9 +133,9 @@ def test_a_library_that_dies(
     native_lib_dir: Path, dies: Callable[[str], None], code: str, name: str
 ) -> None:
     dies(code)
-    found = smoke.fault(native_lib_dir)
-    assert found and found.case == "multiplying 37 tokens by f16 (CPU)" and found.buffer == "CPU"
-    assert name in found.how
+    fault = smoke.fault(native_lib_dir)
+    assert fault and fault.case == "multiplying 37 tokens by f16 (CPU)" and fault.buffer == "CPU"
+    assert name in fault.how
 
 
 def test_a_trial_that_did_not_end_says_nothing_of_the_library(
@@ -170,8 +170,8 @@ def faults(world: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     otherwise."""
     of_library: list[Callable[[str], smoke.Fault | None]] = [amx]
     monkeypatch.setenv("FAKE_CMAKE", 'echo "$CFLAGS $*" > $2/../options')
-    found = probe.Probe(("avx2", "amx"), (), {}, True)
-    monkeypatch.setattr(probe, "probe", lambda compiler, native: found)
+    cpu = probe.Probe(("avx2", "amx"), (), {}, True)
+    monkeypatch.setattr(probe, "probe", lambda compiler, native: cpu)
 
     def fault(folder: Path) -> smoke.Fault | None:
         options = folder / "../../options"  # a finished build has none: as of another machine

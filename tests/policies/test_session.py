@@ -109,20 +109,20 @@ def check_bytes(demo: engine.Session, policy: policies.Policy) -> None:
 
 def test_sparq_tau_is_sparq(demo: engine.Session, text: str) -> None:
     """With eq. 9 it reads what the library's own SparQ reads, and says the same."""
-    tokens, found, said = tokens_of(demo, text), [], []
+    tokens, reads_of, logits = tokens_of(demo, text), [], []
     rule = "k=20,rank=8,mean_v=off"  # the library weighs the mean of V otherwise than eq. 10
     for line in (f"sparq,{rule},shadow=f16,min_ctx=0", f"sparq-tau,{rule}"):
         policies.switch(demo, policies.parse(line))
         reads = trace(demo)
         try:
-            said.append(decode(demo, tokens))
+            logits.append(decode(demo, tokens))
         finally:
             untrace(demo)
-        found.append([read.cells for layer in reads.reads.values() for read in layer])
-    native, ours = found
+        reads_of.append([read.cells for layer in reads.reads.values() for read in layer])
+    native, ours = reads_of
     assert len(native) == N_STEP * demo.geometry.n_layer
     assert np.mean([a == b for a, b in zip(native, ours, strict=True)]) > 0.98
-    assert np.abs(said[0] - said[1]).max() < 0.02 * said[0].std()
+    assert np.abs(logits[0] - logits[1]).max() < 0.02 * logits[0].std()
 
 
 def check_output(read, oracle: oracles.Oracle, line: str) -> None:

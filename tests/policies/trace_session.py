@@ -47,17 +47,17 @@ class Trace:
 def trace(session: engine.Session) -> Trace:
     """Record from now on; `untrace` ends it."""
     watch: Any = session.watch
-    found, inner, ours = Trace(), type(watch).node, watch.ours
+    trace, inner, ours = Trace(), type(watch).node, watch.ours
 
     def node(address: int, ask: bool) -> bool:
-        wanted = inner(watch, address, ask)
+        answer = inner(watch, address, ask)
         t = Tensor.from_address(address)
         is_attend = t.op == ours and t.op_params[0] == ATTEND
         is_prompt = t.op == ours and t.op_params[0] == PREFILL
         if ask:
-            return wanted or is_attend or is_prompt
+            return answer or is_attend or is_prompt
         if not is_attend and not is_prompt:
-            return wanted
+            return answer
         layer = source_of(t, "k").data
         if is_attend and source_of(t, "sel"):
             sources = (source_of(t, name) for name in ("q", "k", "v", "sel"))
@@ -67,15 +67,15 @@ def trace(session: engine.Session) -> Trace:
             rows = [set(r[1 + group :][: r[0]].tolist()) for r in sel[0]]
             assert all((r[1 + group + r[0] :] == -1).all() for r in sel[0])
             out = nodes.read(t).reshape(q.shape[1], -1).copy()
-            found.reads[layer].append(
+            trace.reads[layer].append(
                 Read(q[0].copy(), k[:n].astype(np.float32), v[:n].astype(np.float32), rows, out)
             )
         elif is_prompt:
-            found.prompt[layer].append(nodes.read(source_of(t, "q"))[0].copy())
-        return wanted
+            trace.prompt[layer].append(nodes.read(source_of(t, "q"))[0].copy())
+        return answer
 
     watch.node = node
-    return found
+    return trace
 
 
 def untrace(session: engine.Session) -> None:
