@@ -32,7 +32,6 @@ if sys.platform == "win32":
     _KERNEL = ctypes.WinDLL("kernel32", use_last_error=True)
 
     def program(name: str) -> str:
-        """The file name of a program."""
         return f"{name}.exe"
 
     def is_busy() -> bool:
@@ -40,7 +39,6 @@ if sys.platform == "win32":
         return False
 
     def library(name: str) -> str:
-        """The file name of a shared library of ggml."""
         return f"{name}.dll"
 
     class _Whole(ctypes.CDLL):
@@ -61,15 +59,12 @@ if sys.platform == "win32":
         lib.__class__ = _Whole
 
     def died(code: int) -> str:
-        """What ended a process with this `returncode`; "" if it ended by itself."""
         return _FATAL.get(code & 0xFFFFFFFF, "")
 
     def crashed(code: int) -> bool:
-        """Whether that was the fault of what it ran."""
         return bool(died(code))
 
     def quiet_crashes() -> None:
-        """This process leaves no memory dump when it dies, and shows no window."""
         _KERNEL.SetErrorMode(0x0003)
 
     def inherit(*fds: int) -> dict[str, Any]:
@@ -90,7 +85,6 @@ if sys.platform == "win32":
         return msvcrt.open_osfhandle(handle, os.O_BINARY)
 
     def lock(fd: int, wait: bool = False) -> bool:
-        """Lock a file until it is closed. False: another process has it."""
         exclusive, at_once, is_locked = 2, 1, 33
         where = (ctypes.c_uint32 * 8)()  # OVERLAPPED: a byte far behind the end of any file,
         where[5] = 1 << 30  # because nobody else may read or write one that is locked
@@ -102,7 +96,6 @@ if sys.platform == "win32":
         raise ctypes.WinError(ctypes.get_last_error())
 
     def memory() -> tuple[int, int]:
-        """Bytes of main memory: all of it, and what can be used without swapping."""
         status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX, whose first two fields are shorter
         _KERNEL.GlobalMemoryStatusEx(status)
         return status[1], status[2]

@@ -33,7 +33,6 @@ from pyorch.text_file import LARGEST, decoded, raw_lines, read_text
 if TYPE_CHECKING:
     from pyorch.engine import Sampling
 
-COMMAND = re.compile(rb"/[^/\s]")
 HELP = """\
 /read FILE    put a text before the next message, after those of earlier /read; it is kept, and
               not read a second time
@@ -157,7 +156,7 @@ def _loop(chat: Chat, lines: Iterable[bytes], commands: bool) -> None:
     say_once = cache(say)  # once, not for each line
     source = "your message" if chat.interactive else "stdin"
     for line in filter(None, map(bytes.strip, lines)):
-        is_command = COMMAND.match(line) is not None
+        is_command = re.match(rb"/[^/\s]", line) is not None
         if is_command and not commands:
             say_once("stdin: lines that begin with / are messages; --commands makes them commands")
         try:
@@ -330,7 +329,7 @@ def _reply(chat: Chat, text: str) -> None:
     if chat.as_json:
         answer = {"reply": reply, "finish": finish, "seed": sampling.seed}
         print_json({**answer, **chat.summary.json()}, indent=None)
-    if chat.interactive:
+    if chat.interactive and is_answered:
         note(chat.summary.line(), "dim")
     _note_end(chat, finish)
 

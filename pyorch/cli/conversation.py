@@ -181,9 +181,10 @@ def read(chat: Chat, path: Path) -> None:
     if not text.strip():
         raise SparqError(f"{path}: there is no text", "/read FILE")
     n_ctx = chat.session.n_ctx
-    n = engine.count_beyond(chat.session, text, n_ctx)
-    n = n or len(engine.tokenize(chat.session, text, add_special=False))
-    n_before = len(engine.tokenize(chat.session, chat.text, add_special=False))
+    engine.check_text(chat.session, text, n_ctx, str(path))
+    n, n_before = (
+        len(engine.tokenize(chat.session, t, add_special=False)) for t in (text, chat.text)
+    )
     if n_before + n + LEFT_FREE > n_ctx:
         longer = "start again with a larger --ctx; --rope-scale stretches a model's own"
         what = f"{path} has {n} tokens" + f" after {n_before} of earlier texts" * bool(chat.text)

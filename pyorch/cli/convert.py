@@ -86,7 +86,7 @@ def _check(file: GGUFFile) -> None:
     from pyorch.engine.loading import check_loads
 
     if native.find() is None:
-        note(f"note: whether {file.path} can be loaded shows once the library is built", "yellow")
+        note("note: llama.cpp has not tried the file, since the library is not built", "yellow")
     else:
         check_loads(file)
 

@@ -202,8 +202,8 @@ def test_rows_compare_with_the_faster_stock() -> None:
     assert ours["n_batch"] == ours["n_ubatch"] == 8, "memory is set aside for few tokens at once"
     (prompt,) = speed.rows([record(replace(CASE, n_prompt=64, n_gen=0), ms=5, kv=0)])
     assert prompt["n_batch"] == 512
-    (line,) = (x for x in speed.summary(recs).splitlines() if "sparq" in x)
-    assert "| 20.0 | 5.0 | 4.00x | 2.00x | 50 % |" in line  # no columns of the paper's
+    (line,) = (x for x in speed.markdown(recs).splitlines() if "sparq" in x)
+    assert line.endswith("| 4.00x | 2.00x | 50 % |")  # no columns of the paper's
 
 
 def record(case: SpeedCase, ms: float, kv: int) -> records.Record:
@@ -257,7 +257,6 @@ def test_bench_writes_every_format_from_one_measurement(
     assert lines[2]["calls_sparse"] == 2 * 3 * 2 and len(lines[2]["samples_ns"]) == 6
     assert lines[0]["roofline_speedup"] == 1 < lines[2]["roofline_speedup"]
     assert lines[2]["type_k"] == "f16" and lines[2]["sparse_attn"] == "sparq,ratio=1/8"
-    assert "| best stock, ms |" in bench("-d", "2048", "-o", "summary").stdout
 
 
 def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) -> None:

@@ -93,18 +93,6 @@ def test_what_was_assumed_is_said_once(run: Run, tiny_chat: Path, tmp_path: Path
     assert done.code == 0 and done.err.count("stdin: not UTF-8, read as Windows-1252") == 1
 
 
-def test_a_binary_is_no_prompt(run: Run, tiny: Path, tiny_chat: Path, tmp_path: Path) -> None:
-    for args, stdin in (
-        (("generate", "-m", tiny, "-f", tiny), b""),
-        (("generate", "-m", tiny, "-f", "-"), b"\x89PNG\0"),
-        (("read", "-m", tiny_chat, tiny), b""),
-        (("chat", "-m", tiny_chat), f"/read {tiny}\n".encode()),
-        (("chat", "-m", tiny_chat), b"\x89PNG\0\n"),
-    ):
-        done = run(*args, stdin=stdin)
-        assert done.code == 1 and "not a text" in done.err and "hint:" in done.err
-
-
 def test_a_folder_leaves_nothing_out_without_a_word(
     run: Run, tiny_chat: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 import time
 import urllib.error
@@ -73,15 +74,18 @@ def test_a_client_who_leaves_is_not_served_on(url: str) -> None:
     assert complete(url, "It was", n_predict=2)["tokens_predicted"] == 2
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ask_for", [sent, waiting])
 def test_it_ends_although_a_client_waits(
-    server_dir: Path, tiny: Path, tmp_path: Path, stream: bool
+    server_dir: Path, tiny: Path, tmp_path: Path, ask_for: Any, by: int
 ) -> None:
-    with started(server_dir, tmp_path / "log", "-m", tiny, *LINE) as (url, _):
-        client = sent(url, LONG) if stream else waiting(url, LONG)
-        until_busy(url, 1)
-    with closing(client), pytest.raises((http.client.HTTPException, ConnectionError)):
-        client.getresponse().read()
+    """Whatever lock the thread that the signal interrupts holds: so twice."""
+    for _ in range(2):
+        with started(server_dir, tmp_path / "log", "-m", tiny, *LINE, by=by) as (url, _):
+            client = ask_for(url, LONG)
+            until_busy(url, 1)
+        with closing(client), pytest.raises((http.client.HTTPException, ConnectionError)):
+            client.getresponse().read()
 
 
 def test_a_run_of_one_kind_of_character(server_dir: Path, demo_model: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import tiny as tiny_models
-from server import ask, events, sent, serving, started, text
+from server import ask, events, sent, serving, text
 from tiny_gguf import text_of
 
 N_LAYER, N_HEAD_KV, N_SLOT = 2, 2, 4  # layers and KV heads of the model `tiny`
@@ -253,16 +252,3 @@ def test_after_what_a_slot_held_before(pair: str) -> None:
     assert said_and_read(pair, 310) == want
     for _ in range(2):
         assert said_and_read(pair, 310, cache_prompt=True) == want
-
-
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_amid_a_reply(by: int, server_dir: Path, tiny: Path, tmp_path: Path) -> None:
-    """It ends the server, whatever lock the thread that it interrupts holds."""
-    line = ("-m", tiny, "-t", 1, "-np", 1, "-c", 4096, "--sparse-attn", "dense")
-    for i in range(4):
-        body = {"prompt": text_of(50, i), **ASKED, "n_predict": 3000}
-        with (
-            started(server_dir, tmp_path / "log", *line, by=by) as (url, _),
-            closing(sent(url, body)) as connection,
-        ):
-            next(events(connection))  # and leave: it would wait for clients

@@ -129,15 +129,6 @@ def test_rm_of_content_that_repositories_share(hub: Hub, gguf: bytes, run: Run) 
     assert content.read_bytes() == gguf and not entry.is_symlink()
 
 
-def test_rm_asks(hub: Hub, gguf: bytes, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.files = {"m.gguf": gguf}
-    path = load()
-    for answer, code in (("n", 1), ("y", 0)):
-        monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt, a=answer: a)
-        assert run("models", "rm", f"hf:{REPO}", terminal=True)[0] == code
-        assert path.exists() == (answer == "n")
-
-
 def test_a_repository_that_cannot_be_read_is_named(hub: Hub, gguf: bytes, run: Run) -> None:
     hub.files = {"a.gguf": gguf}
     entry = load()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +222,9 @@ def test_what_is_no_checkpoint(folder: Path, name: str) -> None:
 
 
 def test_the_command(
-    fake: Path, folder: Path, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    native_lib_dir: Path, fake: Path, folder: Path, run: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     code, out, err = run("convert", folder)
     assert (code, err) == (0, "") and out.startswith("My-Model.gguf: ")
@@ -337,9 +337,3 @@ def test_a_failure_or_a_no_leaves_no_environment(pip: FakePip, error: BaseExcept
     with pytest.raises(SparqError, match="torch"):
         convert_env.python(refuse)
     assert [p.name for p in (paths.cache() / "convert").iterdir()] == ["lock"]
-
-
-def test_two_at_once_make_one(pip: FakePip) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(convert_env.python, [agree, agree])
-    assert first == second and len(pip.runs) == 4

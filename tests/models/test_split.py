@@ -13,7 +13,6 @@ from pyorch import engine
 from pyorch.evals import run as evals
 from pyorch.models import content
 from pyorch.models.gguf_file import read_gguf
-from pyorch.models.quantize import quantize
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -64,14 +63,6 @@ def test_the_hash_of_a_large_model_is_remembered(
         assert content.content_hash(split) == first
     change_weights(last(split))
     assert content.content_hash(split) == content.file_hash(*read_gguf(split).parts) != first
-
-
-@pytest.mark.usefixtures("server_dir")
-def test_quantize_joins_the_parts(split: Path, tmp_path: Path) -> None:
-    result = quantize(split, tmp_path / "q.gguf", "Q8_0")
-    assert result.bytes_before == read_gguf(split).n_bytes
-    assert len(read_gguf(result.path).tensors) == len(read_gguf(split).tensors)
-    assert len(read_gguf(result.path).parts) == 1
 
 
 @pytest.mark.parametrize(

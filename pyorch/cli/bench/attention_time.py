@@ -12,7 +12,7 @@ variants take turns (A B C, C B A, ...), a few tokens each: if the machine slows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -269,46 +269,27 @@ def _base_key(rec: Record) -> tuple[Any, ...]:
     return records.run_of(rec), rec["case"]["library"], rec["case"]["flash_attn"]
 
 
-_CASE: dict[str, Column] = {
+_COLUMNS: dict[str, Column] = {
     "model": lambda r: f"{r['like']}, {r['n_layer']} layers",
     "K, V": types_of,
     "threads": lambda r: r["n_threads"],
     "positions": lambda r: r["n_depth"],
     "attention": lambda r: f"`{_label(r)}`",
-}
-_SHARE: dict[str, Column] = {"share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %")}
-_ALL = {
-    **_CASE,
     "ms per token (p10-p90)": lambda r: (
         f"{r['attention_ms']:.2f} ({r['attention_p10_ms']:.2f}-{r['attention_p90_ms']:.2f})"
     ),
     "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
     "whole token, ms": lambda r: f"{r['token_ms']:.2f}",
     "MB read per token": lambda r: f"{r['bytes_per_token'] / 1e6:.1f}",
-    **_SHARE,
-}
-_OURS = {
-    **_CASE,
-    "best stock, ms": lambda r: number(r["speedup"] * r["attention_ms"], "{:.2f}"),
-    "ours, ms": lambda r: f"{r['attention_ms']:.2f}",
-    "faster": lambda r: number(r["speedup"], "{:.2f}x"),
-    **_SHARE,
+    "share of roofline": lambda r: number(100 * r["roofline"], "{:.0f} %"),
 }
 
 
 def markdown(recs: Sequence[Record]) -> str:
     """A line for each record."""
-    return _table(_ALL, rows(recs), recs)
-
-
-def summary(recs: Sequence[Record]) -> str:
-    """The table for a README: a line for each row of ours, with the faster stock."""
-    return _table(_OURS, [r for r in rows(recs) if r["library"] != "stock"], recs)
-
-
-def _table(shown: Mapping[str, Column], lines: Sequence[Row], recs: Sequence[Record]) -> str:
-    text = columns({**shown, **differing(NUMA, lines)}, lines, left=("model", "attention"))
-    return f"{text}\n\n{about(recs, [r['bandwidth'] for r in rows(recs)])}"
+    lines = rows(recs)
+    text = columns({**_COLUMNS, **differing(NUMA, lines)}, lines, left=("model", "attention"))
+    return f"{text}\n\n{about(recs, [r['bandwidth'] for r in lines])}"
 
 
 MEASUREMENT = Measurement(
@@ -320,5 +301,5 @@ MEASUREMENT = Measurement(
     measure=measure,
     table=markdown,
     libraries=("stock", "sparq"),
-    show=printer(markdown, rows, summary),
+    show=printer(markdown, rows),
 )

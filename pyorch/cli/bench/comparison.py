@@ -93,7 +93,7 @@ class CompareOptions:
     output: str = option(
         "-o",
         "--output",
-        type=click.Choice(["md", "summary", "csv", "json", "jsonl"]),
+        type=click.Choice(["md", "csv", "json", "jsonl"]),
         default="md",
         show_default=True,
         help="Format of the table.",
@@ -187,13 +187,12 @@ class CacheCase(Side):
 def printer(
     markdown: Callable[[Sequence[Record]], str],
     rows: Callable[[Sequence[Record]], list[Row]],
-    summary: Callable[[Sequence[Record]], str],
 ) -> Callable[[CompareOptions, Sequence[Record]], str]:
     """What prints records in the format of `-o`."""
 
     def show(options: CompareOptions, recs: Sequence[Record]) -> str:
-        if options.output in ("md", "summary"):
-            return markdown(recs) if options.output == "md" else summary(recs)
+        if options.output == "md":
+            return markdown(recs)
         flat = rows(recs)
         if options.output == "csv":
             return table.as_csv(flat, quoted=True)

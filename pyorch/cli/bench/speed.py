@@ -36,7 +36,6 @@ from pyorch.cli.bench.comparison import (
     about,
     best_of_stock,
     printer,
-    types_of,
 )
 from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing, text_hash
 from pyorch.cli.loading import model_path
@@ -481,12 +480,6 @@ def test(row: Row) -> str:
     return test_name(row["n_prompt"], row["n_gen"], row["n_depth"])
 
 
-_COMPARED: dict[str, Column] = {
-    "limit": lambda r: number(r["roofline_speedup"], "{:.2f}x"),
-    "share of roofline": lambda r: number(100 * r["roofline_share"], "{:.0f} %"),
-}
-
-
 # shown if rows differ in it
 _SETTINGS: dict[str, Column] = {
     "positions before": lambda r: _before(r),
@@ -500,8 +493,14 @@ _SETTINGS: dict[str, Column] = {
 }
 
 
+def _before(r: Row) -> str:
+    if r["text"] == "random tokens":  # of versions that read them
+        return "random tokens"
+    return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
+
+
 def markdown(recs: Sequence[Record]) -> str:
-    """llama-bench's table, with our own columns at the right."""
+    """llama-bench's table, with our own columns at the right; none that says nothing."""
     shown: dict[str, Column] = {
         "model": lambda r: r["model_type"],
         "size": lambda r: _size(r["model_size"]),
@@ -515,44 +514,16 @@ def markdown(recs: Sequence[Record]) -> str:
             f"{r['median_ns'] / 1e6:.2f} ({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f})"
         ),
         "against best stock": lambda r: number(r["speedup"], "{:.2f}x"),
-        **_COMPARED,
+        "limit": lambda r: number(r["roofline_speedup"], "{:.2f}x"),
+        "share of roofline": lambda r: number(100 * r["roofline_share"], "{:.0f} %"),
     }
     lines = rows(recs)
     for name in ("type_k", "type_v"):  # as in llama-bench, only if rows differ in it
         if {r[name] for r in lines} == {"f16"}:
             del shown[name]
-    return _table(shown, lines, recs)
-
-
-def summary(recs: Sequence[Record]) -> str:
-    """The table for a README: a line for each row of ours, with the faster stock."""
-    lines = [r for r in rows(recs) if r["library"] != "stock"]
-    lines = [r for r in lines if r["n_gen"] and not r["below_min_ctx"]]
-    shown: dict[str, Column] = {
-        "model": lambda r: r["model_type"],
-        "K, V": types_of,
-        "positions": lambda r: r["n_depth"],
-        "attention": lambda r: f"`{label(r)}`",
-        "best stock, ms": lambda r: f"{r['speedup'] * r['median_ns'] / 1e6:.1f}",
-        "ours, ms": lambda r: f"{r['median_ns'] / 1e6:.1f}",
-        "faster": lambda r: f"{r['speedup']:.2f}x",
-        **_COMPARED,
-        **differing({"threads": lambda r: r["n_threads"]}, lines),
-    }
-    return _table(shown, lines, recs)
-
-
-def _before(r: Row) -> str:
-    if r["text"] == "random tokens":  # of versions that read them
-        return "random tokens"
-    return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
-
-
-def _table(shown: Mapping[str, Column], lines: Sequence[Row], recs: Sequence[Record]) -> str:
-    """The rows as Markdown, without columns that say nothing, and what they were measured with."""
     every = {**shown, **differing(_SETTINGS, lines)}
     full = {name: show for name, show in every.items() if {show(r) for r in lines} != {"-"}}
-    before = " or ".join(dict.fromkeys(map(_before, rows(recs))))
+    before = " or ".join(dict.fromkeys(map(_before, lines)))
     commits = dict.fromkeys(
         f"{r['env']['commit'][:9]}{' and changes' if r['env']['dirty'] else ''}" for r in recs
     )
@@ -575,5 +546,5 @@ MEASUREMENT = Measurement(
     measure=measure,
     table=markdown,
     libraries=("stock", "sparq"),
-    show=printer(markdown, rows, summary),
+    show=printer(markdown, rows),
 )
