@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny as tiny_models
-from server import ask, events, sent, serving, started, text
+from server import ask, events, sent, serving, text
 from tiny_gguf import text_of
 
 N_LAYER, N_HEAD_KV, N_SLOT = 2, 2, 4  # layers and KV heads of the model `tiny`
