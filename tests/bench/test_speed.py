@@ -282,17 +282,14 @@ def test_bench_reads_a_text_before(bench: Callable[..., Any], tmp_path: Path) ->
 def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
     lines = bench("-d", "0", "-n", "0", "-p", "640", "-o", "jsonl").stdout.splitlines()
     assert [speed.test(json.loads(x)) for x in lines] == ["pp640"] * 3
+    # with its warm-up, in a context of one block of 256
+    lines = bench("-d", "254", "-n", "1", "-a", "dense", "-o", "jsonl").stdout.splitlines()
+    assert [speed.test(json.loads(x)) for x in lines] == ["tg1 @ d254"] * 3
     spec = "sparq,ratio=1/8,min_ctx=0"
     lines = bench("-d", "0", "-n", "3", "-a", spec, "-o", "jsonl").stdout.splitlines()
     last = json.loads(lines[-1])
     # two repetitions of three tokens, of which the first counts as the prompt
     assert last["counters"]["calls_sparse"] == 2 * (3 - 1) * last["n_layer"]
-
-
-def test_the_warm_up_fits_where_the_test_fits(bench: Callable[..., Any]) -> None:
-    """One token after 254 positions: the context is one block of 256."""
-    lines = bench("-d", "254", "-n", "1", "-a", "dense", "-o", "jsonl").stdout.splitlines()
-    assert [speed.test(json.loads(x)) for x in lines] == ["tg1 @ d254"] * 3
 
 
 def test_a_sparse_row_that_ran_dense_is_refused(
