@@ -120,17 +120,6 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     assert records.latest(older + recs) == recs
 
 
-def test_keys_of_recorded_cases_stay() -> None:
-    """The keys of version 1: fields that came later change none where they are not given."""
-    assert records.key("speed", records.case_of(CASE), "s", 1) == "f5a0d1857d4e042a"
-    heads = attention_time.AttentionCase(
-        like="llama2-7b", n_layer=2, n_head=32, n_head_kv=32, head_dim=128, n_depth=4096,
-        n_threads=1, library="sparq", flash_attn=True, spec=AttentionSpec("dense"), n_samples=10,
-    )  # fmt: skip
-    assert records.key("attention", records.case_of(heads), "s", 1) == "beb95f911c1d5665"
-    assert records.case_of(replace(heads, numa="isolate"))["numa"] == "isolate"
-
-
 @pytest.mark.parametrize(
     "of",
     [speed.MEASUREMENT, growth.MEASUREMENT, attention_time.MEASUREMENT],

@@ -18,16 +18,14 @@ import pytest
 from click.testing import CliRunner
 from parrot import Parrot
 
-from pyorch import engine, paths, policies
+from pyorch import engine, policies
 from pyorch.attention import saved
 from pyorch.cli.eval import command
 from pyorch.errors import SparqError
 from pyorch.evals import series, table
 from pyorch.evals.decode import Decoder, Example, log_softmax
 from pyorch.evals.fidelity import divergence
-from pyorch.evals.methods import Runner
 from pyorch.measure import records as bench_records
-from pyorch.policies.oracle import OracleSelector
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -418,41 +416,6 @@ def test_a_model_that_ends_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert len(parrot.asked) == 9  # the prompt's last token, and all that was said
     parrot = Parrot(b"one. two")
     assert Decoder(parrot.install(monkeypatch)).answer(Example("x", [5], 99), stop=(".",)) == b"one"
-
-
-def test_mass_read_is_the_share_of_softmax_over_what_was_chosen(
-    demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From ATTEND's inputs, against the scores of SCORE that a method in Python was shown."""
-    shown: list[float] = []
-    plain = OracleSelector.select
-
-    def select(self: Any, step: Any) -> np.ndarray:
-        chosen = plain(self, step)
-        e = np.exp(step.logits.astype(float) - step.logits.max(2, keepdims=True))
-        e /= e.sum(2, keepdims=True)
-        shown.append(float(np.mean([x[:, c].sum(1) for x, c in zip(e, chosen, strict=True)])))
-        return chosen
-
-    monkeypatch.setattr(OracleSelector, "select", select)
-    lines = ["off", "dense", "oracle,ratio=1/8", SPARSE, SPARSE.replace("sparq", "topk")]
-    methods = [policies.parse(line) for line in lines]
-    text = (paths.data("models") / "demo" / "document.txt").read_text()
-    with Runner(demo_model, methods, True, n_ctx=512, n_threads=1, type_k="f16", type_v="f16") as r:
-        tokens = engine.tokenize(r.session, text)[:320]
-        example = Example("x", tokens[:301], 19, forced=tuple(tokens[301:]))
-        r.read(tokens[:300], methods, True)
-        masses = {
-            str(m): r.decode(m, 300, lambda s: list(Decoder(s).forced(example)), True).masses
-            for m in methods
-        }
-    n_layer = 5
-    assert masses["off"] == masses["dense"] == [1.0] * n_layer
-    want = np.array(shown).reshape(-1, n_layer).mean(0)
-    assert masses["oracle,ratio=1/8"] == pytest.approx(want, abs=2e-3)
-    sparq, topk = (np.array(masses[m]) for m in lines[3:])
-    assert (sparq < topk).all() and (topk < 1).all()  # topk keeps 1/4 of all, SparQ 1/4 less scan
-    assert (sparq > 0.5).all()
 
 
 def test_another_calibration_is_another_method(
