@@ -18,11 +18,11 @@ from pyorch.attention.spec import (
     check_against_model,
     ratio_text,
 )
-from pyorch.cli import cluster, gpu
+from pyorch.cli import gpu
 from pyorch.cli import options as opt
 from pyorch.cli.groups import given_on_command_line, takes
 from pyorch.cli.loading import model_path
-from pyorch.cli.prediction import Prediction, kinds_text
+from pyorch.cli.prediction import Prediction, kinds_text, machine_shares, show_shares
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
 from pyorch.models.geometry import Geometry, geometry, layer_weights
@@ -107,7 +107,7 @@ def command(
     known = (trained, *LENGTHS) if 0 < trained < LENGTHS[0] else LENGTHS
     rows = [replace(p, n_pos=n) for n in known]
     threads, free = context.threads or engine.usable_cores(), available_memory()
-    shares = cluster.shares(elsewhere, elsewhere.n_gpu_layers, file, p) if file else []
+    shares = machine_shares(elsewhere, elsewhere.n_gpu_layers, file, p) if file else []
     room = None
     if not shares and (gpus := gpu.gpus_here()):
         held = layer_weights(file, geo.n_layer, used=False) if file else [geo.weight_bytes]
@@ -125,7 +125,7 @@ def command(
         return
     _print(p, rate, threads)
     if shares:
-        cluster.show(shares)
+        show_shares(shares)
     if room:
         gpu.show(room, len(p.layers))
     _print_lengths(rows, rate, free)

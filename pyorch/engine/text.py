@@ -48,7 +48,8 @@ def tokenize(
         try:
             tokens = pool.submit(_tokenize, of, raw, add_special, parse_special)
         except RuntimeError as e:
-            raise SparqError(f"a text of {n} characters cannot be tokenised: {e}") from None
+            what = f"no memory to tokenise a text of {n} characters: {e}"
+            raise SparqError(what, "shorten the text, or raise ulimit -v") from None
         finally:
             threading.stack_size(before)
     call.raise_if_it_came()

@@ -45,9 +45,6 @@ class SkippedArray:
     length: int
     lacks: str = ""  # for a vocabulary: the first byte without a token
 
-    def __len__(self) -> int:
-        return self.length
-
 
 @dataclass(frozen=True)
 class Tensor:

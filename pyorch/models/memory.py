@@ -104,8 +104,8 @@ def check_memory(
         SparqError: the cache is too large; the message has all sizes.
     """
     weights, free = int(share * weight_bytes(file)), available_memory()
-    logits = 4 * n_batch * len(file.metadata.get("tokenizer.ggml.tokens", ()))
-    mapped = weight_bytes(file) + kv_bytes + shadow_bytes + logits + _PROGRAM
+    n_vocab = next((t.shape[-1] for t in file.tensors if t.name == "token_embd.weight"), 0)
+    mapped = weight_bytes(file) + kv_bytes + shadow_bytes + 4 * n_batch * n_vocab + _PROGRAM
     if (space := system.address_space()) is not None and mapped > space:
         raise SparqError(
             f"{file.path}: needs {human_bytes(mapped)} of address space, but `ulimit -v` leaves "

@@ -102,16 +102,12 @@ def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
 
 def changes(options: Options) -> list[str]:
     """The inputs that the last build of this kind has otherwise, such as CFLAGS."""
-    want = inputs(options)
-    if compiler := probe.find_compiler():
-        want["compiler"] = compiler.version
+    want, compiler = inputs(options), probe.find_compiler()
+    want |= {"compiler": compiler.version} if compiler else {}
     built = [stamp["inputs"] for _, stamp in finished()]
-    last = next((has for has in built if has["options"] == options.name), None)
-    if last is None:
-        return []
-    env = [(k, last["env"].get(k), want["env"].get(k)) for k in last["env"] | want["env"]]
-    other = [(k, last.get(k), value) for k, value in want.items() if k != "env"]
-    return [name for name, before, now in (*env, *other) if before != now]
+    last = next((has for has in built if has["options"] == options.name), want)
+    names = {"env": "CFLAGS, CXXFLAGS or LDFLAGS"}
+    return [names.get(k, k) for k, value in want.items() if last.get(k) != value]
 
 
 def finished() -> list[tuple[Path, dict[str, Any]]]:

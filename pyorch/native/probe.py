@@ -124,8 +124,8 @@ def compute_cores(devices: Path = Path("/sys/devices")) -> int:
     kinds of cores the fast ones; but no more than `cores`."""
     n = os.cpu_count() or 1
     if platform.system() == "Darwin":
-        said = run(["sysctl", "-n", "hw.perflevel0.physicalcpu", "hw.physicalcpu"]).stdout
-        n = next((int(word) for word in said.split() if word.isdecimal()), n)
+        listed = run(["sysctl", "-n", "hw.perflevel0.physicalcpu", "hw.physicalcpu"]).stdout
+        n = next((int(word) for word in listed.split() if word.isdecimal()), n)
     elif hasattr(os, "sched_getaffinity"):
         allowed = os.sched_getaffinity(0)
         with suppress(OSError):  # only machines with two kinds of cores by Intel have this file

@@ -110,15 +110,6 @@ def test_a_reply_and_its_stream(client: openai.OpenAI, api: str, spec: str, topk
     ran_sparse(last.timings, N_TOKEN, topk)
 
 
-def test_a_schema(client: openai.OpenAI) -> None:
-    schema = {"name": "pet", "strict": True, "schema": Pet.model_json_schema()}
-    wanted = {"type": "json_schema", "json_schema": schema}
-    reply = create(client, "chat", max_tokens=JSON_TOKENS, response_format=wanted)
-    assert reply.choices[0].finish_reason == "stop"
-    Pet.model_validate_json(reply.choices[0].message.content)
-    ran_sparse(reply.timings, reply.usage.completion_tokens)
-
-
 def test_tools(client: openai.OpenAI) -> None:
     """A call in one piece and in many; then a reply to what the tool has said."""
     tools = {"tools": [openai.pydantic_function_tool(Pet, name="adopt")]}
@@ -143,13 +134,3 @@ def test_tools(client: openai.OpenAI) -> None:
     reply = create(client, "chat", **tools, **after)
     assert reply.choices[0].message.content and not reply.choices[0].message.tool_calls
     ran_sparse(reply.timings)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", APIS)
-def test_what_is_refused(client: openai.OpenAI, api: str, stream: bool) -> None:
-    """The package raises its own error with the reason, also where a stream was asked for."""
-    with pytest.raises(openai.BadRequestError, match="spark; hint: "):
-        create(client, api, stream=stream, extra_body={"sparse_attn": "spark"})
-    with pytest.raises(openai.BadRequestError, match="context"):
-        create(client, api, text_of(N_CTX + 1), stream=stream)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny as tiny_models
 from server import ask, events, sent, serving, text
 from tiny_gguf import text_of
 
@@ -170,16 +169,6 @@ def test_what_is_refused(url: str, case: str, stream: bool) -> None:
     assert error.value.code == said["code"] == 400
     assert name in said["message"] and "\n" not in said["message"]
     assert positions_read(complete(url, 1, None, sparse_attn=None)) == 64
-
-
-def test_a_model_without_a_cache_embeds(server_dir: Path, tmp_path: Path) -> None:
-    """The second text begins with the first, which its slot held."""
-    model = tiny_models.write(tmp_path / "m.gguf", "gemma-embedding", n_layer=6)
-    line = ("-m", model, "-t", 1, "-np", 1, "-c", 512, "--embeddings", "--pooling", "mean")
-    with serving(server_dir, tmp_path / "log", *line) as address:
-        for n in (4, 9, 20):
-            found = ask(f"{address}/v1/embeddings", {"input": [*range(100, 100 + n)]})
-            assert len(found["data"][0]["embedding"]) == 128
 
 
 def test_settings_and_metrics(url: str) -> None:

@@ -111,12 +111,18 @@ class CompareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedOptions(CompareOptions):
-    """Those without --attn-only."""
+class _Models:
+    """A base of its own, so that -m is the first in --help."""
 
     models: list[str] = several(
         "--model", "-m", of=types.Files(), text="GGUF models, as in `sparq-cpp pull`."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedOptions(CompareOptions, _Models):
+    """Those without --attn-only."""
+
     quant: str = option(
         "--quant",
         type=click.Choice(QUANTS),
