@@ -73,9 +73,3 @@ def test_the_package_exports_its_few_names_when_they_are_used() -> None:
     code = "import sys, pyorch; print('numpy' in sys.modules, 'pyorch.engine' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
-
-
-def test_the_package_is_a_command() -> None:
-    line = [sys.executable, "-m", "pyorch", "--version"]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith(pyorch.__version__)

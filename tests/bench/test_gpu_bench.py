@@ -25,19 +25,23 @@ from pyorch.measure.room import Synthetic
 ENV = {"machine": {"cpu": "A CPU", "cores": 2}}
 
 
+def ran(*args: object, fails: bool = False) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in the clone."""
+    argv = [sys.executable, *map(str, args)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY)
+    assert bool(done.returncode) == fails, done.stderr[-2000:]
+    return done
+
+
 def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
-    """Every case that needs no torch is measured; a second run finds them measured."""
+    """Every case that needs no torch is measured."""
     library = fake_device.build(tmp_path, native_lib_dir)
-    argv = [sys.executable, "-m", "bench", "gpu_attention", "--quick", "--device", library]
+    argv = ["-m", "bench", "gpu_attention", "--quick", "--device", library]
     argv += ["--out", tmp_path]
-    for _ in range(2):
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        recs = records.load_all(tmp_path / kernels.FILE)
-        methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2
-        assert [r["case"]["method"] for r in recs] == methods
+    ran(*argv)
+    recs = records.load_all(tmp_path / kernels.FILE)
+    methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2
+    assert [r["case"]["method"] for r in recs] == methods
     for rec in recs:
         assert min(rec["samples_ns"]) > 0 and rec["device"] == "FAKE0"
         dense = rec["case"]["positions"] * rec["case"]["batch"] * rec["case"]["n_head_kv"] * 512
@@ -48,13 +52,10 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
 
 def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
     """Every case is measured with each number of threads, also without a device."""
-    argv = [sys.executable, "-m", "bench", "gpu_in_memory", "--like", "llama3.2-1b", "--layers", 1]
+    argv = ["-m", "bench", "gpu_in_memory", "--like", "llama3.2-1b", "--layers", 1]
     argv += ["-d", 1500, "-n", 2, "-r", 1, "-t", "1,2", "-ngl", 0]
     argv += ["--out", tmp_path]
-    done = subprocess.run(
-        [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = ran(*argv)
     recs = records.load_all(tmp_path / "gpu_in_memory.jsonl")
     cases = [records.read_case(in_memory.MemoryCase, rec) for rec in recs]
     assert [case.threads for case in cases] == [1] * 5 + [2] * 5
@@ -85,13 +86,10 @@ def test_a_prompt_is_read_on_the_device(native_lib_dir: Path, tmp_path: Path) ->
     """On a device that is not there, with K and V in memory; --card lets it hold them."""
     fake = fake_device.build(tmp_path, native_lib_dir)
     for card in (0, 16):
-        argv = [sys.executable, "-c", FAKE, fake, "gpu_in_memory", "--like", "llama3.2-1b"]
+        argv = ["-c", FAKE, fake, "gpu_in_memory", "--like", "llama3.2-1b"]
         argv += ["--layers", 1, "-d", 700, "-r", 1, "-n", 1, "-t", 1, "-a", "dense"]
         argv += ["--card", card, "--out", tmp_path]
-        done = subprocess.run(
-            [*map(str, argv)], capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+        ran(*argv)
     recs = records.load_all(tmp_path / "gpu_in_memory.jsonl")
     names = [records.read_case(in_memory.MemoryCase, rec).name for rec in recs]
     prompt = "stock -fa 1, 512 tokens of a prompt"
@@ -111,11 +109,8 @@ def test_a_real_model_beside_the_cpu(
         (("-c", FAKE, fake), 500, "no layer was sparse"),
         (("-m", "bench"), 1200, "no GPU is here"),
     ):
-        line = [*map(str, (sys.executable, *program, *argv, n))]
-        done = subprocess.run(
-            line, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY
-        )
-        assert bool(done.returncode) == bool(error) and error in done.stderr, done.stderr[-2000:]
+        done = ran(*program, *argv, n, fails=bool(error))
+        assert error in done.stderr, done.stderr[-2000:]
         if not error:
             line = f"{real_text.OURS}: 3 of 3 tokens are the CPU's, logits differ by 0\n"
             assert line in done.stdout

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pyorch import engine
-from pyorch.engine import c_functions
 from pyorch.errors import SparqError
 from pyorch.measure import state
-from pyorch.measure.process import Subject
 
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
@@ -48,42 +45,6 @@ def test_state_is_the_same_with_v_transposed(model: Path) -> None:
     scale = np.abs(one).max()
     assert np.abs(one - transposed).max() < 0.05 * scale
     assert np.abs(one - other_seed).max() > 0.1 * scale  # so the cache does matter
-
-
-def test_state_rows_all_differ(model: Path) -> None:
-    with engine.load(model, n_ctx=256, n_threads=1) as s:
-        engine.decode(s, 3)
-        form = state.layout(s)
-    n = 5000
-    data = state.blob(form, n, seed=1)
-    k_bytes = n * form.k[0].row_bytes
-    start = 16 + n * 12 + 8 + 12  # head, cells, K's head
-    rows = data[start : start + k_bytes].reshape(n, -1)
-    assert len(np.unique(rows, axis=0)) == n
-    values = rows.copy().view(np.float16).astype(np.float32)
-    assert abs(values.std() - 1) < 0.02
-
-
-def test_state_seals_every_complete_group(model: Path) -> None:
-    subject = Subject()
-    subject.open(str(model), n_ctx=2048, n_threads=1)
-    try:
-        subject.fill(2000, seed=1)
-        subject.attention("sparq,ratio=1/8")
-        session = subject.session
-        assert session is not None
-        assert engine.info(session).counter("groups_sealed") == 2000 // 64 * 2  # two layers
-        check = c_functions.function(
-            session.lib, "llama_sparse_attn_check", ctypes.c_int64, ctypes.c_void_p
-        )
-        assert check(session.ctx) == 0
-        counters = subject.decode(3, seed=1)["counters"]
-        assert counters["calls_sparse"] == 3 * 2
-        assert counters["positions_visible"] == 3 * 2 * 2 * 2001  # layers, KV heads
-        assert counters["groups_sealed"] == 0
-        assert len(session.tokens) == 2000
-    finally:
-        subject.close()
 
 
 def test_state_refuses_what_does_not_fit(model: Path) -> None:

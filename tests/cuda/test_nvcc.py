@@ -124,16 +124,3 @@ def test_launches_overlap_only_where_kernels_wait(
     text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     (body,) = re.findall(r"^void launch_cluster\(.*?^}", text, re.MULTILINE | re.DOTALL)
     assert ("GGML_CUDA_PDL" in body) == waits
-
-
-def test_report_of_a_spill_is_seen() -> None:
-    """The check above can fail: a report as ptxas prints it."""
-    name = "_ZN11sparse_cuda6attendILi4ELin1ELi1ELi128EEEvNS_11attend_argsE"
-    text = f"""ptxas info    : Compiling entry function '{name}' for 'sm_90'
-ptxas info    : Function properties for {name}
-    16 bytes stack frame, 16 bytes spill stores, 28 bytes spill loads
-ptxas info    : Used 128 registers, used 1 barriers, 14192 bytes smem
-ptxas info    : Compile time = 812.211 ms
-"""
-    assert parse_report(text) == {"attend<4,-1,1,128>": Resources(128, 14192, 16, 44)}
-    assert kernel_name("_ZN11sparse_cuda5mergeENS_11attend_argsE") == "merge"

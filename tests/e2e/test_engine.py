@@ -408,8 +408,9 @@ def test_load_refuses_what_cannot_work(tiny: Path, monkeypatch: pytest.MonkeyPat
             engine.load(tiny, **options)
         assert error.value.hint
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")
-    with pytest.raises(SparqError, match="977 KiB"):
+    with pytest.raises(SparqError, match="977 KiB") as error:
         engine.load(tiny)
+    assert "--ctx" in error.value.hint
 
 
 def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,8 +418,9 @@ def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.Monke
     spec = SPARSE + ",shadow=f16,mean_v=off"
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str((2 << 20) + (200 << 10)))  # weights need no room
     engine.load(tiny, n_threads=1).close()
-    with pytest.raises(SparqError, match="2 MiB .* 1008 KiB"):
+    with pytest.raises(SparqError, match="2 MiB .* 1008 KiB") as error:
         engine.load(tiny, attention=spec)
+    assert "shadow=q4" in error.value.hint
     engine.load(tiny, n_threads=1, type_k="q8_0", type_v="q8_0", attention=spec).close()
     with engine.load(tiny, n_threads=1) as s:
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")

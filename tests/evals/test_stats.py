@@ -39,14 +39,6 @@ def hits(rng: np.random.Generator, n_texts: int) -> np.ndarray:
     return (rng.random(10 * n_texts) < np.repeat(rng.beta(7, 3, n_texts), 10)).astype(float)
 
 
-def bootstrap(rng: np.random.Generator, scores: np.ndarray) -> tuple[float, float]:
-    """The percentile bootstrap over texts, which the published intervals once were."""
-    texts = scores.reshape(-1, 10).mean(1)
-    draws = texts[rng.integers(0, len(texts), (200, len(texts)))].mean(1)
-    low, high = np.percentile(draws, (2.5, 97.5))
-    return float(low), float(high)
-
-
 @pytest.mark.parametrize("n_texts", [6, 10, 30])
 @pytest.mark.parametrize(("draw", "truth", "most"), [(normal, 5, 0.97), (hits, 0.7, 0.98)])
 def test_intervals_cover_the_mean_at_their_rate(
@@ -57,14 +49,6 @@ def test_intervals_cover_the_mean_at_their_rate(
     groups = np.repeat(np.arange(n_texts), 10).tolist()
     intervals = [stats.interval(draw(rng, n_texts), draw is hits, groups) for _ in range(2000)]
     assert 0.93 < np.mean([low <= truth <= high for low, high in intervals]) < most
-
-
-def test_the_bootstrap_of_a_few_texts_does_not() -> None:
-    """So this simulation tells a wrong interval from a right one."""
-    rng = np.random.default_rng(0)
-    for n_texts, most in ((2, 0.52), (3, 0.76), (4, 0.83), (6, 0.89)):
-        intervals = [bootstrap(rng, normal(rng, n_texts)) for _ in range(2000)]
-        assert np.mean([low <= 5 <= high for low, high in intervals]) < most
 
 
 def test_stretches_that_overlap_count_once() -> None:

@@ -6,7 +6,6 @@ Other architectures and tokenizers are for llama.cpp to test, and so is what a m
 from __future__ import annotations
 
 import json
-import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -42,27 +41,22 @@ def make_weights() -> Weights:
     """Random weights by their names in the checkpoint, float32."""
     rng, c, w = np.random.default_rng(0), CONFIG, {}
     n, n_ff, n_vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-    hd = n // c["num_attention_heads"]
-    n_q, n_kv = c["num_attention_heads"] * hd, c["num_key_value_heads"] * hd
+    n_kv = n * c["num_key_value_heads"] // c["num_attention_heads"]
 
-    def matrix(name: str, n_out: int, n_in: int, gain: float = 1.0) -> None:
-        w[name] = (rng.standard_normal((n_out, n_in)) * gain / math.sqrt(n_in)).astype(np.float32)
+    def random(name: str, *shape: int) -> None:
+        w[f"{name}.weight"] = rng.standard_normal(shape).astype(np.float32) / 8
 
-    def norm(name: str) -> None:
-        w[name + ".weight"] = (1 + 0.2 * rng.standard_normal(n)).astype(np.float32)
-
-    matrix("model.embed_tokens.weight", n_vocab, n, math.sqrt(n))
+    random("model.embed_tokens", n_vocab, n)
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
-        norm(p + "input_layernorm")
-        norm(p + "post_attention_layernorm")
-        for name, size in (("q", n_q), ("k", n_kv), ("v", n_kv)):
-            matrix(p + f"self_attn.{name}_proj.weight", size, n, 1.5)
-        matrix(p + "self_attn.o_proj.weight", n, n_q, 1.5)
+        random(p + "input_layernorm", n)
+        random(p + "post_attention_layernorm", n)
+        for name, size in (("q", n), ("k", n_kv), ("v", n_kv), ("o", n)):
+            random(p + f"self_attn.{name}_proj", size, n)
         for name, n_out, n_in in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
-            matrix(p + f"mlp.{name}_proj.weight", n_out, n_in)
-    norm("model.norm")
-    matrix("lm_head.weight", n_vocab, n, 2.0)
+            random(p + f"mlp.{name}_proj", n_out, n_in)
+    random("model.norm", n)
+    random("lm_head", n_vocab, n)
     return w
 
 

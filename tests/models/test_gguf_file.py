@@ -12,7 +12,6 @@ from pyorch.errors import SparqError
 from pyorch.models import memory
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
-from pyorch.models.memory import check_memory
 
 
 def test_geometry(tiny: Path) -> None:
@@ -52,19 +51,6 @@ def test_a_file_that_is_no_language_model(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.blork_count"))
     with pytest.raises(SparqError, match="llama.block_count"):
         geometry(read_gguf(path))
-
-
-def test_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = read_gguf(tiny)
-    weights = geometry(file).weight_bytes
-    monkeypatch.setattr(memory, "available_memory", lambda: 100)
-    assert check_memory(file, 100) == check_memory(file, 60, 40) == -weights  # they are mapped
-    for kv, shadow, hint in ((101, 0, "--ctx"), (60, 41, "shadow=q4")):
-        with pytest.raises(SparqError, match=f"{kv} B") as e:
-            check_memory(file, kv, shadow)
-        assert hint in e.value.hint
-    monkeypatch.setattr(memory, "available_memory", lambda: weights + 200)
-    assert check_memory(file, 60, 40) == 100
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny as tiny_models
 
@@ -96,41 +95,6 @@ def test_recurrent_layers() -> None:
     assert recurrent("qwen35", 2, {"attention.recurrent_layers": [False, True]}) == [False, True]
     assert recurrent("llama", 2, {}) == [False, False]
     assert recurrent("nemotron_h", 3, {"feed_forward_length": [0, 96, 0]}) == [False, True, False]
-
-
-@pytest.mark.parametrize("line", ["sparq,ratio=1/8,min_ctx=0,min_k=16", "topk,k=40,min_ctx=0,ramp"])
-@pytest.mark.parametrize(
-    ("arch", "full"),
-    [
-        ("gemma2", [1, 3, 5]),
-        ("gemma3", [5]),
-        ("gpt-oss", [1, 3, 5]),
-        ("deepseek2-unpacked", list(range(7))),  # from latent vectors, but K and V in the cache
-    ],
-)
-def test_prediction_is_what_the_library_counts(
-    tmp_path: Path, arch: str, full: list[int], line: str
-) -> None:
-    """Dense bytes and rows to the byte, read bytes within the tail that is not sealed: 1 %."""
-    file = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=7)
-    tokens = np.random.default_rng(0).integers(3, 259, 2177).tolist()
-    spec = parse_spec(line)
-    with engine.load(file, n_threads=1, attention=spec) as s:
-        engine.prefill(s, tokens[:-1])
-        engine.reset_counters(s)
-        engine.decode(s, tokens[-1])
-        info = engine.info(s)
-        costs = layer_costs(s.geometry, spec, len(tokens))
-        assert [x["il"] for x in info.layers if x["state"] == "sparse"] == full
-        assert [c.il for c in costs if c.ours] == full
-        ours = [c for c in costs if c.ours]
-        assert info.counter("bytes_dense") == sum(c.bytes_dense for c in ours)
-        assert info.counter("positions_read") == sum(c.split.topk * c.n_head_kv for c in ours)
-        read = sum(c.bytes_read for c in ours)
-        assert info.counter("bytes_read") == pytest.approx(read, rel=0.01)
-        assert info.shadow_bytes == shadow_bytes(s.geometry, s.n_ctx, spec)
-    row = 2 * 2 * 32 * 2  # bytes of K and V of a position: f16, d 32, 2 KV heads
-    assert all(c.bytes_read == 64 * row for c in costs if not c.ours)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fakes import write
 
 from pyorch import paths
 from pyorch.native import build, cmake, probe
@@ -108,9 +109,7 @@ def test_all_builds_compile_that_file_with_the_header(
         "ggml/src/ggml-cpu/amx/mmq.cpp": "",
         "ggml/src/ggml-cpu/b.cpp": "",
     }
-    for file, text in files.items():
-        (src / file).parent.mkdir(parents=True, exist_ok=True)
-        (src / file).write_text(text)
+    write(src, files)
     shutil.copytree(HEADER.parents[1], ops)
     chain = cmake.Toolchain(probe.need_compiler(), probe.Probe((), (), {}, True))
     argv = [cmake.tool("cmake"), "-G", "Ninja", "-S", str(src), "-B", "out"]

@@ -106,16 +106,6 @@ def test_scratch_of_a_million_positions(n_threads: int, ggml: Ggml) -> None:
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_tokens_that_ask_alike_lose_little(case: Case, ggml: Ggml) -> None:
-    """Their mean query is theirs, so that what is left out is what has little mass for each."""
-    data = peaked(case)
-    data.q[:] = data.q[:, :1]
-    exact = prefill_run(ggml, data)
-    few, most = (np.abs(prefill_run(ggml, data, keep=p) - exact).max() for p in (0.5, 0.999))
-    assert few > 10 * most and most < 0.01 * np.abs(data.v[~data.hidden]).max()
-
-
-@pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_products_of_few_bits_choose_alike(case: Case, ggml: Ggml) -> None:
     """The choice is made in f32, so both read the same positions, and differ by rounding."""
     data = peaked(case)
