@@ -57,11 +57,9 @@ def prompt(file: str, tokens: int, attention: str, **of: Any) -> str:
     for run in records.by_run(records.load_all(EPYC / file)):
         recs = list(run.values())
         case = records.read_case(prompt_time.PromptCase, recs[0])
-        lines = prompt_time.lines(recs)
-        if tokens in lines[0].depths and of.items() <= vars(case).items():
-            at = lines[0].depths.index(tokens)
-            best = min(x.whole(at) for x in lines if x.is_stock)
-            factor = best / next(x for x in lines if x.name == attention).whole(at)
+        rows = [r for r in prompt_time.rows(recs) if r["tokens"] == tokens]
+        if rows and of.items() <= vars(case).items():
+            factor = speedup(rows, attention=attention)
     return f"{factor:.1f}"
 
 

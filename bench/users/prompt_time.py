@@ -2,28 +2,29 @@
 
     python -m bench prompt_time -m MODEL --text BOOKS [-d 0,2048,8192,16384,32000]
 
-At each depth 512 tokens of a book are read, again and again, by each attention in turn. Those of
-`prompt=sparse` choose among the positions of the book itself, which it has read up to there. What
-the others take does not depend on the positions before, so llama.cpp's has random K and V there:
-it would take hours to read them. llama.cpp's attention is `off` of our library, which is its own
-code. The time of a whole prompt is the sum over the depths between, on straight lines. With
---no-repack llama.cpp does not rearrange weights. On an EPYC with AVX-512 that is the faster way to
-read a prompt in Q4_K_M, and the slower one in Q4_0.
+At each depth 512 tokens of a book are read by each attention in turn. `prompt=sparse` chooses among
+the positions of the book itself. The time of the others does not depend on them, so llama.cpp's,
+which is `off` of our library, has random K and V there: it would take hours to read them. The time
+of a whole prompt is the sum over the depths between, on straight lines. With --no-repack llama.cpp
+does not rearrange weights: on an EPYC with AVX-512 faster in Q4_K_M, and slower in Q4_0.
 
 Figure `prompt_time` shows the last run that has both of llama.cpp's attentions.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from bench import plot
 from pyorch import engine
-from pyorch.attention.spec import PROMPTS, AttentionSpec, parse_spec
+from pyorch.attention.spec import PROMPTS, parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli.bench.measurement import (
     BookOptions,
@@ -45,17 +46,12 @@ from pyorch.models.content import content_hash
 from pyorch.table import markdown
 
 FILE = "prompt_time.jsonl"
+NEEDS = "python -m bench prompt_time -m MODEL.gguf --text BOOK"
 CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
-READER = parse_spec("dense,prompt=sparse")
-STOCK = "llama.cpp"
 COUNTERS = ("calls_prefill", "blocks_fast", "prompt_visible", "prompt_read")
-OURS = tuple(f"dense,prompt={x}" for x in PROMPTS)
-SIDES = (  # attention, and whether flash attention is on
-    (OFF, False),
-    (OFF, True),
-    *((parse_spec(line), True) for line in OURS),
-)
+OURS = [(parse_spec(f"dense,prompt={x}"), True) for x in PROMPTS]
+SIDES = [(OFF, False), (OFF, True), *OURS]  # attention, and whether flash attention is on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +75,11 @@ class PromptCase(Side):
     repack: bool = optional(True)
     rope: str = optional("")
 
+    @property
+    def name(self) -> str:
+        is_stock = self.spec == OFF
+        return f"llama.cpp -fa {int(self.flash_attn)}" if is_stock else f"ours, {self.spec.prompt}"
+
 
 def groups(o: PromptOptions) -> list[list[PromptCase]]:
     """All cases in one group, since all attentions take turns."""
@@ -88,201 +89,150 @@ def groups(o: PromptOptions) -> list[list[PromptCase]]:
         "repack": not o.no_repack,
         "rope": str(o.rope.settings() or ""),
     }
-    return [
-        [
-            PromptCase(**shared | {"n_depth": n, "flash_attn": flash_attn, "spec": spec})
-            for n in sorted(o.n_depth)
-            for spec, flash_attn in SIDES
-        ]
+    sides = [
+        {"n_depth": n, "spec": x, "flash_attn": fa} for n in sorted(o.n_depth) for x, fa in SIDES
     ]
+    return [[PromptCase(**shared | side) for side in sides]]
 
 
 def measure(o: PromptOptions, cases: Sequence[PromptCase], done: Done) -> list[Result]:
     """The samples of all cases, those of a depth in turns.
 
     Raises:
-        SparqError: the book is too short, or as `refuse_idle`.
+        SparqError: the book is too short, or ours did not read a prompt as its case says.
     """
-    depths = sorted({c.n_depth for c in cases})
-    n_ctx = -(-(depths[-1] + CHUNK) // 256) * 256
-    first = cases[0]
-    results: dict[PromptCase, dict[str, Any]] = {
-        c: {"samples_ns": [], "counters": {}} for c in cases
-    }
-    with engine.load_model(o.model, repack=first.repack) as loaded:
+    first, need, depth = cases[0], cases[-1].n_depth + CHUNK, 0
+    results: list[Result] = [{"samples_ns": [], "model_name": model_name(o.model)} for _ in cases]
+
+    def reading(i: int, n: int) -> None:
+        done((depth - n + i) / need)
+
+    with engine.load_model(o.model, repack=first.repack) as loaded, ExitStack() as opened:
         tokens = engine.tokenize(loaded, o.text)
-        if len(tokens) < depths[-1] + CHUNK:
-            raise SparqError(
-                f"the text has {len(tokens)} tokens", f"{depths[-1] + CHUNK} are needed", 2
+        if len(tokens) < need:
+            raise SparqError(f"the text has {len(tokens)} tokens", f"{need} are needed", 2)
+        sessions = {
+            # ours share one
+            (is_off, flash_attn): opened.enter_context(
+                loaded.session(
+                    n_ctx=-(-need // 256) * 256,
+                    n_threads=first.n_threads,
+                    flash_attn=flash_attn,
+                    rope=engine.Rope.parse(first.rope),
+                    attention=str(OFF),
+                )
             )
-
-        def session(flash_attn: bool, spec: AttentionSpec) -> engine.Session:
-            return loaded.session(
-                n_ctx=n_ctx,
-                n_threads=first.n_threads,
-                flash_attn=flash_attn,
-                rope=engine.Rope.parse(first.rope),
-                attention=str(spec),
-            )
-
-        ours = session(True, READER)
-        stock = {fa: session(fa, spec) for spec, fa in SIDES if spec == OFF}
-        for depth in depths:
-            engine.set_attention(ours, READER)
-            n = len(ours.tokens)
-            engine.prefill(
-                ours,
-                tokens[n:depth],
-                progress=lambda i, _, n=n: done((n + i) / (depths[-1] + CHUNK)),  # type: ignore[misc]
-            )
-            for s in stock.values():
-                if depth:
+            for is_off, flash_attn in dict.fromkeys((c.spec == OFF, c.flash_attn) for c in cases)
+        }
+        for depth in sorted({c.n_depth for c in cases}):
+            for (is_off, _), s in sessions.items():
+                if not is_off:
+                    engine.set_attention(s, "dense,prompt=sparse")
+                    engine.prefill(s, tokens[len(s.tokens) : depth], progress=reading)
+                elif depth:
                     state.fill(s, depth)
-            of_depth = [c for c in cases if c.n_depth == depth]
-            for turn in range(of_depth[0].n_samples):
-                for case in of_depth[:: -1 if turn % 2 else 1]:
-                    s = ours if case.spec != OFF else stock[case.flash_attn]
-                    _time(s, case, tokens[depth : depth + CHUNK], results[case])
-        for s in (ours, *stock.values()):
-            s.close()
-    refuse_idle(results)
-    return [result | {"model_name": model_name(o.model)} for result in results.values()]
+            turns = [x for x in zip(cases, results, strict=True) if x[0].n_depth == depth]
+            for turn in range(first.n_samples):
+                for case, result in turns[:: -1 if turn % 2 else 1]:
+                    s = sessions[case.spec == OFF, case.flash_attn]
+                    engine.set_attention(s, case.spec)
+                    engine.prefill(s, tokens[depth : depth + WARM])
+                    engine.rewind(s, depth)
+                    engine.reset_counters(s)
+                    started = time.perf_counter_ns()
+                    engine.prefill(s, tokens[depth : depth + CHUNK])
+                    result["samples_ns"].append(time.perf_counter_ns() - started)
+                    counters = engine.info(s).counters  # llama.cpp's attention counts nothing
+                    result["counters"] = {x: int(counters.get(x, 0)) for x in COUNTERS}
+                    engine.rewind(s, depth)
+    refuse_idle(cases, [r["counters"] for r in results])
+    return results
 
 
-def refuse_idle(results: Mapping[PromptCase, Result]) -> None:
+def refuse_idle(cases: Sequence[PromptCase], counters: Sequence[dict[str, int]]) -> None:
     """Raises:
     SparqError: our attention did not read a prompt as a case says, or read none sparsely.
     """
-    for c, r in results.items():
-        if c.spec == OFF:
-            continue
-        if not r["counters"]["calls_prefill"]:
+    ours = [(c, n) for c, n in zip(cases, counters, strict=True) if c.spec != OFF]
+    for c, n in ours:
+        if not n["calls_prefill"]:
             raise SparqError(f"{c.spec}: our attention did not read the prompt")
-        if c.spec.prompt == "fast" and c.n_depth and not r["counters"]["blocks_fast"]:
+        if c.spec.prompt == "fast" and c.n_depth and not n["blocks_fast"]:
             hint = "this CPU has neither VNNI nor NEON's dot product"
             raise SparqError(f"{c.spec} was not fast after {c.n_depth} positions", hint)
-    chosen = [r["counters"] for c, r in results.items() if c.spec.prompt == "sparse"]
-    if chosen and not any(c["prompt_read"] < c["prompt_visible"] for c in chosen):
+    sparse = [n["prompt_read"] < n["prompt_visible"] for c, n in ours if c.spec.prompt == "sparse"]
+    if sparse and not any(sparse):
         raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
 
 
-def _time(
-    s: engine.Session, case: PromptCase, tokens: Sequence[int], results: dict[str, Any]
-) -> None:
-    engine.set_attention(s, case.spec)
-    engine.prefill(s, tokens[:WARM])
-    engine.rewind(s, case.n_depth)
-    engine.reset_counters(s)
-    started = time.perf_counter_ns()
-    engine.prefill(s, tokens)
-    results["samples_ns"].append(time.perf_counter_ns() - started)
-    counters = engine.info(s).counters  # llama.cpp's attention counts nothing
-    results["counters"] = {x: int(counters.get(x, 0)) for x in COUNTERS}
-    engine.rewind(s, case.n_depth)
+def whole(points: Sequence[tuple[int, float]]) -> list[float]:
+    """The seconds of the prompts that end at each depth, from (depth, seconds of CHUNK tokens)."""
+    parts = ((b - a) / CHUNK * (s + t) / 2 for (a, s), (b, t) in pairwise(points))
+    return list(accumulate(parts, initial=0.0))
 
 
-@dataclass(frozen=True)
-class Line:
-    """The times of one attention by depth, in seconds for CHUNK tokens."""
-
-    name: str
-    depths: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    @property
-    def is_stock(self) -> bool:
-        return self.name.startswith(STOCK)
-
-    def whole(self, n: int) -> float:
-        """The seconds that a prompt takes which ends at the n-th of the depths."""
-        d, s = self.depths, self.seconds
-        return sum((d[i + 1] - d[i]) / CHUNK * (s[i] + s[i + 1]) / 2 for i in range(n))
-
-
-def best_of(lines: Sequence[Line], n: int) -> float:
-    """The seconds of the faster of llama.cpp's two, as `Line.whole`."""
-    return min(x.whole(n) for x in lines if x.is_stock)
-
-
-def lines(recs: Sequence[Record]) -> list[Line]:
-    results: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+def rows(recs: Sequence[Record]) -> list[plot.Row]:
+    """A row for each attention and depth of one run; `speedup` is over llama.cpp's faster one."""
+    lines: dict[str, list[tuple[int, float]]] = {}
     for rec in recs:
-        case = records.read_case(PromptCase, rec)
-        at = results.setdefault((case.spec, case.flash_attn), [])
-        at.append((case.n_depth, records.spread(rec["samples_ns"])[0] / 1e9))
+        case, ns = records.read_case(PromptCase, rec), records.spread(rec["samples_ns"])[0]
+        lines.setdefault(case.name, []).append((case.n_depth, ns / 1e9))
+    sums = {name: whole(sorted(points)) for name, points in lines.items()}
+    best = [min(x) for x in zip(*(s for n, s in sums.items() if "llama" in n), strict=True)]
     return [
-        Line(name_of(spec, fa), *map(tuple, zip(*sorted(points), strict=True)))
-        for (spec, fa), points in results.items()
+        {
+            "tokens": depth,
+            "attention": name,
+            "seconds": total,
+            "speedup": fastest / total if total else math.nan,
+            "chunk_s": chunk,
+        }
+        for name, points in lines.items()
+        for (depth, chunk), total, fastest in zip(sorted(points), sums[name], best, strict=True)
     ]
-
-
-def name_of(spec: AttentionSpec, flash_attn: bool) -> str:
-    return f"{STOCK} -fa {int(flash_attn)}" if spec == OFF else f"ours, {spec.prompt}"
 
 
 @tables
 def table(recs: Sequence[Record]) -> str:
     """Seconds of 512 tokens at each depth, and of whole prompts beside llama.cpp's faster one."""
-    all_lines = lines(recs)
-    depths = all_lines[0].depths
-    best = [best_of(all_lines, i) for i in range(len(depths))]
-    chunk = [[x.name, *(f"{s:.2f}" for s in x.seconds)] for x in all_lines]
+    lines: dict[str, list[plot.Row]] = {}
+    for r in rows(recs):
+        lines.setdefault(r["attention"], []).append(r)
+    chunk = [[name, *(f"{r['chunk_s']:.2f}" for r in of)] for name, of in lines.items()]
+    total = [
+        [name, *(f"{r['seconds']:.0f} ({r['speedup']:.2f}x)" for r in of[1:])]
+        for name, of in lines.items()
+    ]
+    depths = [r["tokens"] for r in next(iter(lines.values()))]
     shares = dict.fromkeys(depths, "1")
-    for r in recs:
-        c = r["counters"]
-        if "prompt=sparse" in r["case"]["spec"] and c["prompt_visible"]:
-            shares[r["case"]["n_depth"]] = f"{c['prompt_read'] / c['prompt_visible']:.3f}"
+    for rec in recs:
+        c = rec["counters"]
+        if "prompt=sparse" in rec["case"]["spec"] and c["prompt_visible"]:
+            shares[rec["case"]["n_depth"]] = f"{c['prompt_read'] / c['prompt_visible']:.3f}"
     chunk.append(["positions that sparse reads, of those to choose from", *shares.values()])
-    whole = []
-    for x in all_lines:
-        seconds = [x.whole(i) for i in range(1, len(depths))]
-        cells = (f"{s:.0f} ({b / s:.2f}x)" for s, b in zip(seconds, best[1:], strict=True))
-        whole.append([x.name, *cells])
-    case, env = records.read_case(PromptCase, recs[0]), recs[0]["env"]
+    case, cpu = records.read_case(PromptCase, recs[0]), recs[0]["env"]["machine"]["cpu"]
+    rope = f" RoPE: {case.rope}." if case.rope else ""
     about = (
-        f"{recs[0]['model_name']}, weights {'rearranged' if case.repack else 'as in the file'}, "
-        f"K in f16, V in f16, {case.n_threads} threads, "
-        f"{env['machine']['cpu']}; medians of {case.n_samples}."
+        f"Seconds for {CHUNK} tokens after so many positions. {recs[0]['model_name']}, weights "
+        f"{'rearranged' if case.repack else 'as in the file'}, K in f16, V in f16, "
+        f"{case.n_threads} threads, {cpu}; medians of {case.n_samples}.{rope}"
     )
-    if case.rope:
-        about += f" RoPE: {case.rope}."
-    return "\n\n".join(
-        [
-            f"Seconds for {CHUNK} tokens after so many positions. {about}",
-            markdown(["attention", *map(str, depths)], chunk),
-            "Seconds for a prompt of so many tokens; in brackets how many times faster than the "
-            "faster of llama.cpp's.",
-            markdown(["attention", *map(str, depths[1:])], whole),
-        ]
+    of_whole = (
+        "Seconds for a prompt of so many tokens; in brackets how many times faster than the "
+        "faster of llama.cpp's."
     )
-
-
-NEEDS = "python -m bench prompt_time -m MODEL.gguf --text BOOK"
+    parts = [about, markdown(["attention", *map(str, depths)], chunk)]
+    return "\n\n".join([*parts, of_whole, markdown(["attention", *map(str, depths[1:])], total)])
 
 
 def data(folder: Path) -> list[plot.Row]:
     """A row for each length and attention, of the last run that has all of `SIDES`."""
-    runs = [
-        run
-        for run in records.by_run(records.load_all(folder / FILE))
-        if len(lines([*run.values()])) == len(SIDES)
-    ]
+    runs = [list(run.values()) for run in records.by_run(records.load_all(folder / FILE))]
+    runs = [run for run in runs if len({r["attention"] for r in rows(run)}) == len(SIDES)]
     plot.need(runs, "the time of prompts", NEEDS)
-    recs = list(runs[-1].values())
-    results = lines(recs)
-    return [
-        {
-            "model": recs[0]["model_name"],
-            "threads": recs[0]["case"]["n_threads"],
-            "tokens": depth,
-            "attention": x.name,
-            "seconds": x.whole(i),
-            "speedup": best_of(results, i) / x.whole(i),
-        }
-        for x in results
-        for i, depth in enumerate(x.depths)
-        if depth
-    ]
+    about = {"model": runs[-1][0]["model_name"], "threads": runs[-1][0]["case"]["n_threads"]}
+    shown = ("tokens", "attention", "seconds", "speedup")
+    return [about | {x: r[x] for x in shown} for r in rows(runs[-1]) if r["seconds"]]
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:

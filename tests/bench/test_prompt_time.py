@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from bench.users import prompt_time
-from bench.users.prompt_time import Line
 from pyorch import paths
 from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError
@@ -37,10 +36,7 @@ def measured(model: Path, folder: Path, depths: str) -> Any:
 
 
 def test_a_whole_prompt_is_the_area_below_its_line() -> None:
-    line = Line("ours, f32", (0, 512, 2560), (1.0, 2.0, 4.0))
-    assert line.whole(0) == 0
-    assert line.whole(1) == pytest.approx(1.5)
-    assert line.whole(2) == pytest.approx(1.5 + 4 * 3.0)
+    assert prompt_time.whole([(0, 1.0), (512, 2.0), (2560, 4.0)]) == [0, 1.5, 1.5 + 4 * 3.0]
 
 
 def test_all_attentions_are_timed_at_each_depth(model: Path, tmp_path: Path) -> None:
