@@ -341,6 +341,22 @@ def test_scan_of_a_dead_query_gives_numbers(ggml, n_bit, q_value) -> None:
         assert np.ptp(got[1]) > 0.1
 
 
+def test_scan_notices_a_wrong_code(ggml) -> None:
+    """The comparison above can fail: one flipped code moves its logit by more than is allowed."""
+    rng = np.random.default_rng(1)
+    k = keys(rng, (1, 512, 1, 64))
+    q = rng.standard_normal((1, 1, 1, 64)).astype(np.float32)
+    for n_bit in BITS:
+        shadow, sealed = shadow_of(ggml, n_bit, k)
+        given = shadow, q, k, sealed, open_mask(512)
+        before = score(ggml, *given, rank=16)
+        c = int(np.abs(q[0, 0, 0]).argmax())
+        raw = shadow.codes.view(np.uint8)
+        raw[0, c, BYTE[7]] ^= 0x88 if n_bit == 4 else 0x80
+        moved = np.flatnonzero((before != score(ggml, *given, rank=16)).ravel())
+        assert moved.tolist() == ([7, 71] if n_bit == 4 else [7])
+
+
 @pytest.mark.parametrize("n_bit", BITS)
 @pytest.mark.parametrize("heads", [(3, 3), (8, 2)])
 @pytest.mark.parametrize("rest", [0, 1])

@@ -176,6 +176,33 @@ def test_steps(line: str, run: tuple[int, int, int, int, int]) -> None:
         oracle.follow(got)
 
 
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "lm-infinite", "streaming-llm"])
+def test_what_is_evicted_never_comes_back(name: str) -> None:
+    """k grows with the text, and later rows want the old positions most."""
+    n, n_step = 50, 150
+    q, k = keys_and_queries(n + n_step, 4, 2, 16)
+    q[n:] = 3 * np.repeat(k[:n_step], 2, axis=1)  # each asks for a position of the beginning
+    policy = policies.parse(f"{name},ratio=1/4")
+    assert isinstance(policy, Policy)
+    ours = selector(policy, q, k, n, 0.3)
+    gone: list[set[int]] = [set(), set()]
+    for i in range(n, n + n_step):
+        read = sets(ours.select(step_at(i, q, k, 0.3)))
+        for h in (0, 1):
+            assert not read[h] & gone[h]
+            gone[h] = set(range(i + 1)) - read[h]
+    assert len(gone[0]) > 100
+
+
+def test_methods_that_do_not_evict_bring_positions_back() -> None:
+    """The test above can fail: what it asks for makes the oracle return to old positions."""
+    q, k = keys_and_queries(200, 4, 2, 16)
+    q[50:] = 3 * np.repeat(k[:150], 2, axis=1)
+    ours = selector(policies.parse("oracle,ratio=1/4"), q, k, 50, 0.3)
+    reads = [sets(ours.select(step_at(i, q, k, 0.3)))[0] for i in range(50, 200)]
+    assert any(reads[i + 1] - reads[i] - {50 + i + 1} for i in range(len(reads) - 1))
+
+
 def test_alisa_sums_do_not_drift() -> None:
     """Rows are added and taken away; what is left is the sum of the last rows, made anew.
 
@@ -198,6 +225,15 @@ def test_gumbel_noise() -> None:
     assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - np.pi**2 / 6) < 0.03
     assert np.array_equal(noise[:, :, :500], keyformer.gumbel(0, heads, 500))
     assert not np.array_equal(noise, keyformer.gumbel(0, replace(heads, index=1), 100_000))
+
+
+def test_quest_s_bound_is_one() -> None:
+    q, k = keys_and_queries(64, 3, 1, 16)
+    policy = policies.parse("quest,k=1,page=8")
+    parts = policy.summary(k.reshape(8, 8, 1, 16))
+    bound = pages.page_logits(policy.weights(q[-1][None]), list(parts))[0]
+    exact = logits_of(q[-1], k, 1.0)[0].reshape(3, 8, 8).max(axis=2)
+    assert (bound >= exact - 1e-4).all()
 
 
 def test_bounds_far_apart_keep_their_order() -> None:
