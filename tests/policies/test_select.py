@@ -194,39 +194,6 @@ def test_what_is_evicted_never_comes_back(name: str) -> None:
     assert len(gone[0]) > 100
 
 
-def test_methods_that_do_not_evict_bring_positions_back() -> None:
-    """The test above can fail: what it asks for makes the oracle return to old positions."""
-    q, k = keys_and_queries(200, 4, 2, 16)
-    q[50:] = 3 * np.repeat(k[:150], 2, axis=1)
-    ours = selector(policies.parse("oracle,ratio=1/4"), q, k, 50, 0.3)
-    reads = [sets(ours.select(step_at(i, q, k, 0.3)))[0] for i in range(50, 200)]
-    assert any(reads[i + 1] - reads[i] - {50 + i + 1} for i in range(len(reads) - 1))
-
-
-def test_alisa_sums_do_not_drift() -> None:
-    """Rows are added and taken away; what is left is the sum of the last rows, made anew.
-
-    But for the rounding of the prompt's rows, which are made in other blocks when they leave.
-    """
-    q, k = keys_and_queries(400, 2, 1, 8)
-    ours = selector(policies.parse("alisa,k=20"), q, k, 40, 0.3)
-    for i in range(40, 400):
-        ours.select(step_at(i, q, k, 0.3))
-    want = np.zeros(400)
-    for positions, weights in list(ours.rows)[-11:]:
-        want[positions] += weights
-    assert len(ours.rows) == 11 and np.abs(ours.sums - want).max() < 1e-6
-
-
-def test_gumbel_noise() -> None:
-    """Mean 0.5772 (Euler), variance pi^2/6; a position keeps its own when more are drawn."""
-    heads = Heads(2, 1, 8, 8, 16, 16)
-    noise = keyformer.gumbel(0, heads, 100_000)
-    assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - np.pi**2 / 6) < 0.03
-    assert np.array_equal(noise[:, :, :500], keyformer.gumbel(0, heads, 500))
-    assert not np.array_equal(noise, keyformer.gumbel(0, replace(heads, index=1), 100_000))
-
-
 def test_quest_s_bound_is_one() -> None:
     q, k = keys_and_queries(64, 3, 1, 16)
     policy = policies.parse("quest,k=1,page=8")
