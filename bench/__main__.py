@@ -13,7 +13,6 @@ from pyorch.cli.bench import measurement
 MEASUREMENTS = {
     "prompt_time": "bench.users.prompt_time:MEASUREMENT",
     "serving": "bench.users.serving:MEASUREMENT",
-    "growth": "bench.users.growth:MEASUREMENT",
     "gpu_attention": "bench.gpu.kernels:MEASUREMENT",
     "gpu_tokens": "bench.gpu.tokens:MEASUREMENT",
     "gpu_in_memory": "bench.gpu.in_memory:MEASUREMENT",

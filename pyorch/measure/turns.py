@@ -57,10 +57,8 @@ def in_turns(
     once: Callable[[S, int], Mapping[str, Any]],
     reader: MemoryReader,
     done: Callable[[float], None],
-    *,
-    swap: bool = False,
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """Time the cases forwards, then backwards; the reverse with `swap`. Turns below 0 warm up.
+    """Time the cases forwards, then backwards, and so on. Turns below 0 warm up.
 
     Returns:
         The samples and the sums of the counters of each case, and the bandwidth before each turn.
@@ -71,7 +69,7 @@ def in_turns(
     for turn in which:
         reader.read()  # the threads of the last turn go to sleep meanwhile
         bandwidth.append(reader.read())
-        for i in range(len(group))[:: -1 if (turn % 2 == 1) != swap else 1]:
+        for i in range(len(group))[:: -1 if turn % 2 else 1]:
             got = once(group[i], turn)
             if turn < 0:
                 continue

@@ -13,7 +13,6 @@ import pytest
 from bench_options import options
 from click.testing import CliRunner
 
-from bench.users import growth
 from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
@@ -119,9 +118,7 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "of",
-    [speed.MEASUREMENT, growth.MEASUREMENT, attention_time.MEASUREMENT],
-    ids=lambda of: of.name,
+    "of", [speed.MEASUREMENT, attention_time.MEASUREMENT], ids=lambda of: of.name
 )
 def test_committed_cases_are_read_and_written_alike(of: measurement.Measurement) -> None:
     """Their settings of attention are objects in between. Fields that came later may be added. And

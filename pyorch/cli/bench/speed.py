@@ -279,14 +279,12 @@ def measure(o: SpeedOptions, group: Sequence[SpeedCase], done: Done) -> list[Res
             done(0.1 * (i + 1) / len(group))
         layers = _prepare(group, process_of, o.book)
         done(0.2)
-        # a round of growth has one timed turn, and its number as the seed: A B, B A, ...
         results, bandwidth = in_turns(
             group,
             range(-1, first.repetitions),
             lambda case, turn: once(process_of(case), case, turn),
             reader,
             lambda share: done(0.2 + 0.8 * share),
-            swap=first.seed % 2 == 0,
         )
     card = card_of(first.model)
     for case, result, n_layer in zip(group, results, layers, strict=True):
