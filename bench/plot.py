@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,7 @@ from pyorch.measure.pictures import (  # noqa: F401  the figures have them from 
     x_ticks,
 )
 
-HERE = Path(__file__).parent
-FIGURES = HERE / "figures"
+FIGURES = Path(__file__).parent / "figures"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,20 @@ def need(rows: Sequence[Any], what: str, command: str) -> None:
     """
     if not rows:
         raise NoRecords(f"no records of {what}", f"first: {command}")
+
+
+@cache
+def points(figure: str, series: str) -> list[tuple[float, float]]:
+    """The points (x, y) of a series in the papers' figures and tables.
+
+    Raises:
+        KeyError: there is no such series.
+    """
+    with (Path(__file__).parent / "papers" / "paper.csv").open(newline="", encoding="utf-8") as f:
+        rows = [r for r in csv.DictReader(f) if (r["figure"], r["series"]) == (figure, series)]
+    if not rows:
+        raise KeyError(f"{figure}, {series}: not in paper.csv")
+    return [(float(r["x"]), float(r["y"])) for r in rows]
 
 
 def caption(figure: Figure, folder: Path) -> str:

@@ -27,7 +27,6 @@ import numpy as np
 
 from bench import plot
 from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
-from bench.papers import paper
 from pyorch import native
 from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.cli.bench.measurement import Done, Measurement
@@ -371,7 +370,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         lines.each(gains, many, x, "speedup", ours, named=False, fmt="D")
         lines.each(gains, one, x, "limit", ours, named=False, fmt=":", linewidth=1.2)
         for batch, style in ((1, "s--"), (64, "D")) if model == "llama2-7b" else ():
-            points = paper.points("gpu_attention", f"A100: speed-up at batch {batch}")
+            points = plot.points("gpu_attention", f"A100: speed-up at batch {batch}")
             gains.plot(*zip(*points, strict=True), style, color=plot.PAPER)
         for ax in (times, gains):
             plot.positions_axis(ax, [r[x] for r in of_model])

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from bench.papers import paper
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli.bench.measurement import Done, Measurement, number_option, same, specs_option
@@ -207,7 +206,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
         plot.colours(ours),
         "speedup_low",
         "speedup_high",
-        published=paper.points("gpu_end_to_end", "H100: speed-up"),
+        published=plot.points("gpu_end_to_end", "H100: speed-up"),
         ylabel="times faster than dense",
         title=title,
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from bench.papers import paper
 from pyorch.cli.bench import speed
 from pyorch.measure import records
 
@@ -24,8 +23,8 @@ NEEDS = (
 
 def published() -> list[tuple[float, float]]:
     """The speed-ups of the paper by positions."""
-    dense = dict(paper.points("end_to_end", "SparQ CPU: dense"))
-    return [(x, dense[x] / y) for x, y in paper.points("end_to_end", "SparQ CPU: SparQ 1/8")]
+    dense = dict(plot.points("end_to_end", "SparQ CPU: dense"))
+    return [(x, dense[x] / y) for x, y in plot.points("end_to_end", "SparQ CPU: SparQ 1/8")]
 
 
 def data(folder: Path) -> list[plot.Row]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from bench.papers import paper
 from pyorch.evals import series, stats, table
 
 FILE = "eval/repetition.jsonl"
@@ -35,7 +34,7 @@ def data(folder: Path) -> list[plot.Row]:
                             "x": 100 * s.bytes_per_token / s.bytes_dense, "y": y, "low": low,
                             "high": high, "n": len(s.scores)})  # fmt: skip
         for model in MODELS:
-            for x, y in paper.points("repetition", f"{name}: {model}"):
+            for x, y in plot.points("repetition", f"{name}: {model}"):
                 out.append({"method": name, "model": model, "x": x, "y": y})
     return out
 

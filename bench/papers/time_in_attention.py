@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from bench.papers import paper
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.measure.records import load_all, read_case
 
@@ -91,7 +90,7 @@ def _newest(libraries: Sequence[Samples]) -> Samples:
 def draw(rows: Sequence[plot.Row]) -> Any:
     colours = plot.colours(list(dict.fromkeys(r["attention"] for r in rows)))
     colours |= {"stock -fa 0": plot.STOCK, "stock -fa 1": plot.STOCK_2}
-    points = dict(paper.points("time_in_attention", "CPU"))
+    points = dict(plot.points("time_in_attention", "CPU"))
     grid = sorted({r["positions"] for r in rows})
     known = [(s, 100 * points[1] * s / (points[0] + points[1] * s)) for s in grid]
     labels = {"ylabel": "share of the token's time (%)", "title": rows[0]["model"]}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from bench.papers import paper
 from pyorch.attention.spec import AttentionSpec
 from pyorch.evals import figures, series, table
 
@@ -54,7 +53,7 @@ def draw_scores(rows: Sequence[plot.Row]) -> Any:
         ax.axhline(
             dense["score"], color=plot.PAPER, linestyle="--", linewidth=1, label="all positions"
         )
-        ((share, part),) = paper.points("topk_tasks", category)
+        ((share, part),) = plot.points("topk_tasks", category)
         at = share / 100 * dense["ctx"]
         ax.plot(at, part / 100 * dense["score"], "o", color=plot.PAPER, markerfacecolor="none",
                 markersize=8, label=f"the paper's k for {part:g} % of it")  # fmt: skip

@@ -69,11 +69,15 @@ class Server:
             "stream": True,
         }
         started, times, last = time.perf_counter(), [], {}
-        for event in events(self.port, body):
-            if event["stop"]:
-                last = event["timings"]
-            else:
-                times.append(time.perf_counter() - started)
+        with request(self.port, "/completion", body) as answer:
+            for line in answer:
+                if not line.startswith(b"data: "):
+                    continue
+                event = json.loads(line[6:])
+                if event["stop"]:
+                    last = event["timings"]
+                else:
+                    times.append(time.perf_counter() - started)
         return times, last
 
     def all_slots(self, n_gen: int) -> list[tuple[Times, dict[str, Any]]]:
@@ -93,13 +97,6 @@ def request(port: int, path: str, body: object = None) -> Any:
         return build_opener(ProxyHandler({})).open(asked, timeout=3600)
     except HTTPError as e:
         raise SparqError(f"the server answered {e.code}: {e.read()[:200]!r}") from None
-
-
-def events(port: int, body: object) -> Iterator[dict[str, Any]]:
-    with request(port, "/completion", body) as answer:
-        for line in answer:
-            if line.startswith(b"data: "):
-                yield json.loads(line[6:])
 
 
 @contextmanager

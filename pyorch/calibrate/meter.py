@@ -116,8 +116,11 @@ class Meter:
     def _run(self, spec: AttentionSpec, which: Sequence[int]) -> records.Record:
         engine.set_attention(self.session, spec)
         engine.reset_counters(self.session)
-        steps = zip(self._dense, self._decode(which), strict=True)
-        kl = np.mean([_divergence(dense[list(which)], x) for dense, x in steps], axis=0)
+        kls = []  # of each token, in nats (n_context,)
+        for of_all, logits in zip(self._dense, self._decode(which), strict=True):
+            dense = of_all[list(which)]
+            kls.append((np.exp(dense) * (dense - log_softmax(logits))).sum(-1))
+        kl = np.mean(kls, axis=0)
         info = engine.info(self.session)
         if not info.counter("bytes_dense"):
             reasons = "; ".join(info.dense_reasons)
@@ -137,8 +140,3 @@ class Meter:
         rows = [[self.contexts[c].prompt[-1], *self.contexts[c].rest[:-1]] for c in which]
         for step in zip(*rows, strict=True):
             yield engine.decode_each(self.session, dict(zip(which, step, strict=True)))
-
-
-def _divergence(dense: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """KL(dense || softmax(logits)) in nats (n,). dense: the logarithms of probabilities."""
-    return np.asarray((np.exp(dense) * (dense - log_softmax(logits))).sum(-1))
