@@ -32,7 +32,8 @@ from pyorch.measure.pictures import (  # noqa: F401  the figures have them from 
     x_ticks,
 )
 
-FIGURES = Path(__file__).parent / "figures"
+HERE = Path(__file__).parent
+FIGURES = HERE / "figures"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def points(figure: str, series: str) -> list[tuple[float, float]]:
     Raises:
         KeyError: there is no such series.
     """
-    with (Path(__file__).parent / "papers" / "paper.csv").open(newline="", encoding="utf-8") as f:
+    with (HERE / "papers" / "paper.csv").open(newline="", encoding="utf-8") as f:
         rows = [r for r in csv.DictReader(f) if (r["figure"], r["series"]) == (figure, series)]
     if not rows:
         raise KeyError(f"{figure}, {series}: not in paper.csv")

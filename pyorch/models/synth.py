@@ -48,11 +48,6 @@ class Shape:
     rope_base: float = 10_000.0
     n_ctx: int = 131_072
 
-    @property
-    def kv_bytes(self) -> int:
-        """The bytes of K and V for one position in all layers, as f16."""
-        return 2 * 2 * self.n_layer * self.n_head_kv * self.head_dim
-
 
 def shape_like(name: str, **changes: int | None) -> Shape:
     """The shape of a model that has a card, with some sizes replaced; None leaves a size as it is.
