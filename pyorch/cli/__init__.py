@@ -66,9 +66,11 @@ _TYPED = ("YES", "ALL", "FORCE", "INSECURE")
 
 def _name_variables(command: click.Command, prefix: str) -> None:
     """Give every option an environment variable, named after its longest name. click would use the
-    name of the parameter, which users do not see. `eval run` is what `eval` alone does."""
+    name of the parameter, which users do not see. `eval run` is what `eval` alone does. Help shows
+    each default, unless its text does."""
     for param in command.params:
         if isinstance(param, click.Option):
+            param.show_default = "[default: " not in (param.help or "")
             name = max(param.opts, key=len).strip("-").replace("-", "_").upper()
             if name in _TYPED:
                 continue
@@ -126,12 +128,9 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
         if isinstance(error, BrokenPipeError):  # the reader of our output is gone
             sys.exit(1)
         where = f"{error.filename}: " if error.filename else ""
-        full = error.errno == errno.ENOSPC
-        hint = (
-            "free some disk space, or write elsewhere"
-            if full
-            else "check that it exists, and its permissions"
-        )
+        hint = "check that it exists, and its permissions"
+        if error.errno == errno.ENOSPC:
+            hint = "free some disk space, or write elsewhere"
         fail(f"{where}{error.strerror or error}", hint, 1)
 
 

@@ -234,7 +234,11 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/document":
         conversation.choose(chat, argument)
     elif name == "/stats":
-        _print_stats(chat)
+        used, n_ctx = len(chat.session.tokens), chat.session.n_ctx
+        note(f"attention {chat.spec}, context {used} of {n_ctx} positions")
+        note(chat.summary.line() if chat.summary else "no reply yet")
+        for line in devices(chat.summary.info) if chat.summary and chat.summary.info else ():
+            note(line)
     elif name == "/clear":
         chat.begin()
         note("a new conversation", "dim")
@@ -263,15 +267,8 @@ def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
     note(f"attention {spec}", "dim")
 
 
-def _print_stats(chat: Chat) -> None:
-    used, n_ctx = len(chat.session.tokens), chat.session.n_ctx
-    note(f"attention {chat.spec}, context {used} of {n_ctx} positions")
-    note(chat.summary.line() if chat.summary else "no reply yet")
-    for line in devices(chat.summary.info) if chat.summary and chat.summary.info else ():
-        note(line)
-
-
 def _save(chat: Chat, name: str) -> None:
+    from pyorch import engine
     from pyorch.models.new_file import new_file
 
     with_kv = name.endswith(" kv")
@@ -286,7 +283,8 @@ def _save(chat: Chat, name: str) -> None:
         partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     chat.files.add(path.resolve())
     if with_kv and chat.session.tokens:
-        conversation.save_beside(chat, path)
+        reading, kv = engine.Reading(path.name, "", "saved"), conversation.beside(path)
+        engine.keep_document(chat.session, kv, reading, chat.template, chat.session.tokens)
     note(f"{len(chat.messages)} messages written to {path}", "dim")
 
 

@@ -121,14 +121,6 @@ def saved_beside(conversation: str) -> list[Document]:
         return []
 
 
-def save_beside(chat: Chat, conversation: Path) -> None:
-    """Write K and V of a conversation beside it."""
-    from pyorch import engine
-
-    reading, path = engine.Reading(conversation.name, "", "saved"), beside(conversation)
-    engine.keep_document(chat.session, path, reading, chat.template, chat.session.tokens)
-
-
 def beside(conversation: Path) -> Path:
     """Where K and V of a saved conversation are."""
     return conversation.with_name(conversation.name + ".kv")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     "--outtype",
     type=click.Choice(OUTTYPES),
     default="auto",
-    show_default=True,
     help="Type of the weights; auto is the 16-bit type that loses least.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")

@@ -62,15 +62,9 @@ class MethodOptions:
     exact: bool = option(
         "--exact", is_flag=True, help=f"Keep the ratio at any length: adds {BOUNDS}."
     )
-    n: int = option(
-        "-n", type=click.IntRange(1), default=100, show_default=True, help="Examples per task."
-    )
-    ctx: int = option(
-        "--ctx", type=SOME_POSITIONS, default=2048, show_default=True, help="Positions per example."
-    )
-    seed: int = option(
-        "--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the examples."
-    )
+    n: int = option("-n", type=click.IntRange(1), default=100, help="Examples per task.")
+    ctx: int = option("--ctx", type=SOME_POSITIONS, default=2048, help="Positions per example.")
+    seed: int = option("--seed", type=click.IntRange(0), default=1, help="Seed of the examples.")
     threads: int | None = option(
         "--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]"
     )
@@ -179,12 +173,17 @@ def run(
         raise SparqError("no model", "-m FILE, a card's name, or hf:org/repo", exit_code=2)
 
     from pyorch.engine import document_file
+    from pyorch.evals import repetition, table
     from pyorch.evals import run as evaluate
-    from pyorch.evals import table
 
     document = _document(examples, tasks)
-    if document:
-        options, load = _for_document(document, options, load)
+    # a document brings its room and its types, where none were given
+    if document and not given_on_command_line(["ctx"]):
+        options = replace(options, ctx=-(-(document.n_tokens + repetition.ROOM) // 64) * 64)
+    if document and not given_on_command_line(["cache_type_k", "cache_type_v"]):
+        type_k, type_v = document.types
+        cache = replace(load.cache, cache_type_k=type_k, cache_type_v=type_v)
+        load = replace(load, cache=cache)
     methods, setup = _methods(options), _setup(options, examples)
     data = _data(examples.data, tasks)
     session = session_options(None, opt.ContextOptions(options.ctx, options.threads), load)
@@ -222,21 +221,6 @@ def _document(examples: ExampleOptions, tasks: Sequence[Task]) -> Document | Non
             others = " and ".join(t.name for t in evals.tasks().values() if t.document)
             raise SparqError(f"{task.name} does not ask about a document", f"{others} do", 2)
     return document_file.load(document_file.find(examples.document))
-
-
-def _for_document(
-    document: Document, options: MethodOptions, load: opt.LoadOptions
-) -> tuple[MethodOptions, opt.LoadOptions]:
-    """The options with the room and the types that a document needs, where none were given."""
-    from pyorch.evals import repetition
-
-    if not given_on_command_line(["ctx"]):
-        options = replace(options, ctx=-(-(document.n_tokens + repetition.ROOM) // 64) * 64)
-    if not given_on_command_line(["cache_type_k", "cache_type_v"]):
-        type_k, type_v = document.types
-        cache = replace(load.cache, cache_type_k=type_k, cache_type_v=type_v)
-        load = replace(load, cache=cache)
-    return options, load
 
 
 def _methods(options: MethodOptions) -> list[Method]:

@@ -8,7 +8,6 @@ from itertools import groupby
 
 import click
 
-from pyorch.attention import cost
 from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import (
@@ -195,7 +194,9 @@ def _print_layers(p: Prediction) -> None:
         f"  {'layers':<11}{'rank':>6}{'topk':>8}{'local':>8}{'sinks':>7}{'mean_v':>8}"
         f"{'dense':>11}{'read':>11}"
     )
-    for run in _runs(p.layers):
+    # layers with the same costs; layers without a cache may stand between them
+    for _, same in groupby(p.layers, lambda c: replace(c, il=0)):
+        run = list(same)
         c, first = run[-1], run[0].il
         name = f"{c.il}" if first == c.il else f"{first}-{c.il}"
         if len(run) < c.il - first + 1:
@@ -210,12 +211,6 @@ def _print_layers(p: Prediction) -> None:
 
 def _share(part: float, whole: float) -> str:
     return f"{human_bytes(part)} of {human_bytes(whole)}  ({100 * part / whole:.1f} %)"
-
-
-def _runs(layers: Sequence[cost.LayerCost]) -> list[list[cost.LayerCost]]:
-    """Runs of layers with the same costs; layers without a cache may stand between them."""
-    same = groupby(layers, lambda c: replace(c, il=0))
-    return [list(run) for _, run in same]
 
 
 def _print_lengths(rows: Sequence[Prediction], rate: float, free: int) -> None:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     "--tokens",
     type=click.IntRange(1),
     default=128,
-    show_default=True,
     help="Generate at most this many tokens.",
 )
 @opt.document_option

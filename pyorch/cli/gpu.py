@@ -93,9 +93,7 @@ def in_memory_text(cache: Cache, in_memory: Sequence[int]) -> str:
 
 def note_in_memory(session: Session) -> None:
     """Tell of a session in which K and V of layers stay in memory, once of each kind."""
-    _note_once(in_memory_text(session.cache, session.kv_in_memory))
+    _note_once(in_memory_text(session.cache, session.kv_in_memory), "yellow")
 
 
-@cache
-def _note_once(text: str) -> None:
-    note(text, "yellow")
+_note_once = cache(note)

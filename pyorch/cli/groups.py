@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, field, fields
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
 
 from pyorch.cli.types import Files, Numbers, Several
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Decorator(Protocol):
-    """Adds options to a command's function, before `click.command` makes it one."""
-
-    def __call__(self, function: F, /) -> F: ...
 
 
 def option(*names: str, **attributes: Any) -> Any:
@@ -30,7 +24,7 @@ def option(*names: str, **attributes: Any) -> Any:
     return field(default=default, metadata={"option": (names, attributes)})
 
 
-def takes(**groups: type[Any]) -> Decorator:
+def takes(**groups: type[Any]) -> Callable[[F], F]:
     """Add the options of each group; the function gets them as one object of that name.
 
     A field of a group that is not an option is a group itself, named by its default_factory.

@@ -118,10 +118,15 @@ def show_command(name: str) -> None:
     gguf = f"hf:{c.gguf}:{c.quant}"
     if not c.gguf:
         gguf = f"none is known for certain; make one: sparq-cpp convert hf:{c.repository}"
+    files = [
+        f"{f.name} ({human_bytes(f.n_bytes)}, sha256 {f.sha256[:12]}.."
+        f"{f.origin and ', ' + f.origin})"
+        for f in c.known_files
+    ]
     lines = {
         "repository": c.repository,
         "GGUF": "" if c.package else gguf,
-        "known files": ", ".join(_known(f) for f in c.known_files),
+        "known files": ", ".join(files),
         "package": f"{c.package.requirement} of the Python index" if c.package else "",
         "licence": c.licence,
         "architecture": c.architecture,
@@ -147,11 +152,6 @@ def show_command(name: str) -> None:
         print(f"  {'try':<14}sparq-cpp chat --model {name}{option}")
 
 
-def _known(file: cards.File) -> str:
-    origin = f", {file.origin}" if file.origin else ""
-    return f"{file.name} ({human_bytes(file.n_bytes)}, sha256 {file.sha256[:12]}..{origin})"
-
-
 @command.command("rm")
 @click.argument("spec", metavar="NAME|SPEC")
 @click.option("--yes", is_flag=True, help="Remove without asking.")
@@ -162,10 +162,12 @@ def rm_command(spec: str, yes: bool) -> None:
     downloads. NAME:Q8_0, hf:org/repo:Q8_0 and org/repo/file.gguf mean one model. `synthetic` means
     every model that `sparq-cpp bench` has written.
     """
-    from pyorch.models import cache, pull
+    from pyorch.models import cache, pull, synth
 
     if spec == "synthetic":
-        _rm_synthetic(yes)
+        if not (files := synth.written()):
+            raise SparqError("there is no synthetic model", "`sparq-cpp bench` writes them")
+        remove_files(files, f"{len(files)} synthetic models", yes)
         return
     named = pull.parse_spec(spec)
     if named is None:
@@ -181,12 +183,3 @@ def rm_command(spec: str, yes: bool) -> None:
     what = f"{', '.join(m.name for m in chosen)} of {named.repo} ({human_bytes(n_bytes)})"
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
     print_freed(cache.remove([path for m in chosen for path in m.paths]))
-
-
-def _rm_synthetic(yes: bool) -> None:
-    from pyorch.models import synth
-
-    files = synth.written()
-    if not files:
-        raise SparqError("there is no synthetic model", "`sparq-cpp bench` writes them")
-    remove_files(files, f"{len(files)} synthetic models", yes)

@@ -298,21 +298,18 @@ class SamplingOptions:
         "--top-k",
         type=POSITIONS,
         default=40,
-        show_default=True,
         help="Sample from this many likeliest tokens; 0 is all.",
     )
     top_p: float = option(
         "--top-p",
         type=Number(0, 1),
         default=0.95,
-        show_default=True,
         help="Sample from the likeliest tokens with this total probability.",
     )
     min_p: float = option(
         "--min-p",
         type=Number(0, 1),
         default=0.05,
-        show_default=True,
         help="Drop tokens below this share of the best one's probability.",
     )
     repeat_penalty: float = option(

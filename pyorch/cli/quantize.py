@@ -20,7 +20,6 @@ from pyorch.progress import progress_bar
     "type_name",
     metavar="TYPE",
     default="Q4_K_M",
-    show_default=True,
     help="Type of the weights, such as Q8_0, Q6_K or IQ4_XS: those of llama-quantize.",
 )
 @click.option(

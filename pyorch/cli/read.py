@@ -47,9 +47,7 @@ _TAKES = "a text file, a folder, or -"
     help="Where to write it.  [default: named after the text, where `sparq-cpp documents`"
     " finds it]",
 )
-@click.option(
-    "--system", type=Text(), metavar="TEXT", default="", help="System message of the conversation."
-)
+@click.option("--system", type=Text(), metavar="TEXT", help="System message of the conversation.")
 @click.option(
     "--plain",
     is_flag=True,
@@ -72,7 +70,7 @@ def command(
     texts: tuple[str, ...],
     model: opt.ModelOptions,
     out: str | None,
-    system: str,
+    system: str | None,
     plain: bool,
     force: bool,
     threads: int | None,
@@ -106,7 +104,7 @@ def command(
         progress_bar("loading the model") as progress,
         engine.load_model(file, progress=progress, **placement(load)) as in_memory,
     ):
-        reading = engine.Reading(name, text, "plain" if plain else "chat", system)
+        reading = engine.Reading(name, text, "plain" if plain else "chat", system or "")
         template = templates.template(in_memory, engine.begun(path, reading))
         note_system(template, reading.messages(""))
         trained = in_memory.geometry.n_ctx_train

@@ -95,14 +95,11 @@ _ONE_OF_A_MODEL = re.compile(r"--(embd|fim|gpt-oss|vision)-.*-(default|spec)")  
 class ServerOptions:
     """Where the server listens, and whom it answers."""
 
-    host: str = option(
-        "--host", default="127.0.0.1", show_default=True, help="Address to listen on."
-    )
+    host: str = option("--host", default="127.0.0.1", help="Address to listen on.")
     port: int = option(
         "--port",
         type=click.IntRange(0, 65535),
         default=8000,
-        show_default=True,
         help="Port to listen on; 0 takes any free one.",
     )
     parallel: int = option(
@@ -110,7 +107,6 @@ class ServerOptions:
         "-np",
         type=click.IntRange(1, MAX_SEQUENCES),
         default=4,
-        show_default=True,
         help="Answer this many requests at once, each with --ctx positions.",
     )
     api_key_file: str | None = option(

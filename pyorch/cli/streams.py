@@ -75,8 +75,6 @@ def _shown(error: UnicodeError) -> tuple[str | bytes, int]:
     """The handler of characters that a stream cannot encode."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return b"".join(map(_byte, error.object[error.start : error.end])), error.end
-
-
-def _byte(char: str) -> bytes:
-    return os.fsencode(char) if "\udc80" <= char <= "\udcff" else b"?"
+    chars = error.object[error.start : error.end]
+    shown = (os.fsencode(c) if "\udc80" <= c <= "\udcff" else b"?" for c in chars)
+    return b"".join(shown), error.end

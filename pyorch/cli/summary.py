@@ -52,7 +52,10 @@ class Summary:
         parts.append(f"decode {t.decode_rate:.1f} tokens/s")
         if info and info.sparse_share:
             read, dense = info.bytes_per_token
-            parts.append(f"{_attention(info)} {human_bytes(read)}/token of {human_bytes(dense)}")
+            n, of = info.layers_sparse, len(info.layers)
+            # nobody counts what layers that are left to llama.cpp read, such as those with a window
+            what = f"attention of {n} of {of} layers" if n < of else "attention"
+            parts.append(f"{what} {human_bytes(read)}/token of {human_bytes(dense)}")
             parts.append(f"{100 * info.sparse_share:.1f} % of calls sparse")
         elif info:
             parts.append("attention exact throughout")
@@ -68,13 +71,6 @@ def devices(info: AttentionInfo) -> list[str]:
         for x in devices
         if len(devices) > 1
     ]
-
-
-def _attention(info: AttentionInfo) -> str:
-    """Says which layers these bytes are of: those that are left to llama.cpp, such as layers with a
-    sliding window, read bytes that nobody counts."""
-    n, of = info.layers_sparse, len(info.layers)
-    return f"attention of {n} of {of} layers" if n < of else "attention"
 
 
 def summary_of(session: Session) -> Summary:

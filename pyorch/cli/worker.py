@@ -25,14 +25,11 @@ PROGRAM = "ggml-rpc-server"
 class ListenOptions:
     """Where the worker listens, and what it lends."""
 
-    host: str = option(
-        "--host", default="127.0.0.1", show_default=True, help="Address to listen on."
-    )
+    host: str = option("--host", default="127.0.0.1", help="Address to listen on.")
     port: int = option(
         "--port",
         type=click.IntRange(1, 65535),
         default=machines.PORT,
-        show_default=True,
         help="Port to listen on.",
     )
     threads: int | None = option(
