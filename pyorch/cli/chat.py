@@ -249,11 +249,8 @@ def _run_command(chat: Chat, line: str) -> bool:
     elif name == "/save":
         _save(chat, argument)
     elif name not in ("/exit", "/quit"):
-        raise SparqError(
-            f"unknown command {name}",
-            f"/help lists the commands; to send it as a message, begin with /{name}",
-            exit_code=2,
-        )
+        hint = f"/help lists the commands; to send it as a message, begin with /{name}"
+        raise SparqError(f"unknown command {name}", hint, exit_code=2)
     return name not in ("/exit", "/quit")
 
 
@@ -329,18 +326,14 @@ def _reply(chat: Chat, text: str) -> None:
         print_json({**answer, **chat.summary.json()}, indent=None)
     if chat.interactive and is_answered:
         note(chat.summary.line(), "dim")
-    _note_end(chat, finish)
-
-
-def _note_end(chat: Chat, finish: str) -> None:
-    """Say why a reply ended if the model did not end it, and why attention was dense."""
+    # why the reply ended if the model did not end it, and why attention was dense
     if finish == "context":
         full = f"note: the context is full ({chat.session.n_ctx} positions)"
         note(f"{full}: /clear, or a larger --ctx next time", "yellow")
     if finish == "length" and chat.max_tokens is None:
         why = "it took half of the room that was left, and what was read has to stay"
         note(f"note: the reply was cut: {why}; -n allows more tokens", "yellow")
-    info = chat.summary.info if chat.summary else None
+    info = chat.summary.info
     why = why_dense(chat.spec, info) if info else ""
     if why and why != chat.dense_note:
         note(why, "yellow")

@@ -12,12 +12,11 @@ from pyorch.cli.terminal import confirm, note
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.models.convert import OUTTYPES
-from pyorch.progress import Say, progress_bar, say
+from pyorch.progress import progress_bar, say
 from pyorch.text import human_bytes
 
 if TYPE_CHECKING:
     from pyorch.models.gguf_file import GGUFFile
-    from pyorch.models.pull import Spec
 
 
 @click.command()
@@ -61,7 +60,15 @@ def command(model: str, out: str | None, outtype: str, force: bool, yes: bool) -
     name = spec.repo.split("/")[1] if spec else Path(model).resolve().name
     target = Path(out or f"{name}.gguf")
     check_target(target, force)
-    folder = _downloaded(spec, agree) if spec else Path(model)
+    folder = Path(model)
+    if spec:
+        repository = pull.find_files(spec, convert.FILES)
+        if not any(f.name.endswith(".safetensors") for f in repository.files):
+            hint = "it may have GGUF: sparq-cpp pull"
+            raise SparqError(f"{spec.repo}: no safetensors in it", hint)
+        if not repository.complete:
+            agree(f"{spec.repo}: {human_bytes(repository.missing_bytes)} to download")
+        folder = pull.fetch(repository, note).path.parent
     checkpoint = convert.read_checkpoint(folder, name)
     convert.check_architecture(checkpoint)
     python = convert_env.python(agree)
@@ -88,15 +95,3 @@ def _check(file: GGUFFile) -> None:
         note("note: llama.cpp has not tried the file, since the library is not built", "yellow")
     else:
         check_loads(file)
-
-
-def _downloaded(spec: Spec, agree: Say) -> Path:
-    """The folder of a repository on the hub."""
-    from pyorch.models import convert, pull
-
-    repository = pull.find_files(spec, convert.FILES)
-    if not any(f.name.endswith(".safetensors") for f in repository.files):
-        raise SparqError(f"{spec.repo}: no safetensors in it", "it may have GGUF: sparq-cpp pull")
-    if not repository.complete:
-        agree(f"{spec.repo}: {human_bytes(repository.missing_bytes)} to download")
-    return pull.fetch(repository, note).path.parent

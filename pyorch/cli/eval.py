@@ -175,6 +175,7 @@ def run(
     from pyorch.engine import document_file
     from pyorch.evals import repetition, table
     from pyorch.evals import run as evaluate
+    from pyorch.evals.texts import read_texts
 
     document = _document(examples, tasks)
     # a document brings its room and its types, where none were given
@@ -184,7 +185,18 @@ def run(
         type_k, type_v = document.types
         cache = replace(load.cache, cache_type_k=type_k, cache_type_v=type_v)
         load = replace(load, cache=cache)
-    methods, setup = _methods(options), _setup(options, examples)
+    methods = _methods(options)
+    books = [Path(t) for t in examples.text] or [paths.data("models") / "demo" / "document.txt"]
+    setup: dict[str, object] = {  # of `evals.task.Setup`, without what belongs to a task
+        "ctx": options.ctx,
+        "seed": options.seed,
+        "texts": read_texts(books),
+        "chat": examples.chat,
+        "confusion": None if examples.confusion == "fit" else examples.confusion,
+        "questions": examples.questions,
+        "lengths": examples.lengths,
+        "depths": examples.depths,
+    }
     data = _data(examples.data, tasks)
     session = session_options(None, opt.ContextOptions(options.ctx, options.threads), load)
     file, _ = prepare(name, options.yes, session)
@@ -242,11 +254,9 @@ def _methods(options: MethodOptions) -> list[Method]:
         else:
             out.append(method)
     if unused:
-        raise SparqError(
-            "--ratio changes nothing: every -a has its own ratio or its own k, or is dense",
-            "-a sparq or -a topk takes it",
-            exit_code=2,
-        )
+        what = "--ratio changes nothing: every -a has its own ratio or its own k, or is dense"
+        hint = "-a sparq or -a topk takes it"
+        raise SparqError(what, hint, exit_code=2)
     if not options.exact:
         return out
     return [  # methods in Python have no bounds
@@ -255,23 +265,6 @@ def _methods(options: MethodOptions) -> list[Method]:
         else m
         for m in out
     ]
-
-
-def _setup(options: MethodOptions, examples: ExampleOptions) -> dict[str, object]:
-    """The fields of `evals.task.Setup`, except those that belong to a task."""
-    from pyorch.evals.texts import read_texts
-
-    books = [Path(t) for t in examples.text] or [paths.data("models") / "demo" / "document.txt"]
-    return {
-        "ctx": options.ctx,
-        "seed": options.seed,
-        "texts": read_texts(books),
-        "chat": examples.chat,
-        "confusion": None if examples.confusion == "fit" else examples.confusion,
-        "questions": examples.questions,
-        "lengths": examples.lengths,
-        "depths": examples.depths,
-    }
 
 
 def _data(parts: tuple[str, ...], tasks: list[Task]) -> dict[str, Path]:

@@ -83,11 +83,9 @@ def command(
     from pyorch.models.content import card_of
 
     if not elsewhere.workers and given_on_command_line(["n_gpu_layers", "tensor_split"]):
-        raise SparqError(
-            "--n-gpu-layers and --tensor-split say what workers hold, and there are none",
-            "--rpc HOST:PORT names them",
-            exit_code=2,
-        )
+        what = "--n-gpu-layers and --tensor-split say what workers hold, and there are none"
+        hint = "--rpc HOST:PORT names them"
+        raise SparqError(what, hint, exit_code=2)
     spec = attention.spec() or AttentionSpec("sparq")
     needs_file = spec.budget in CALIBRATED or elsewhere.workers
     file, geo = None, None if needs_file else _from_card(model.model)
@@ -118,7 +116,19 @@ def command(
     if as_json:
         more: dict[str, object] = {"machines": [x.json() for x in shares]} if shares else {}
         more |= {"gpu": asdict(room)} if room else {}
-        lengths = [_length(x, rate, free) for x in rows]
+        lengths = [
+            {
+                "positions": x.n_pos,
+                "memory": x.memory,
+                "fits": x.memory <= free,
+                "beyond_training": 0 < x.geo.n_ctx_train < x.n_pos,
+                **x.times(rate),
+                "attention_share": x.share,
+                "attention_read": x.read / x.dense,
+                "speedup": x.speedup,
+            }
+            for x in rows
+        ]
         of_memory = {"bandwidth": rate, "threads": threads, **p.times(rate)}
         print_json({**p.json(), **of_memory, "lengths": lengths, **more})
         return
@@ -128,19 +138,6 @@ def command(
     if room:
         gpu.show(room, len(p.layers))
     _print_lengths(rows, rate, free)
-
-
-def _length(p: Prediction, rate: float, free: int) -> dict[str, object]:
-    return {
-        "positions": p.n_pos,
-        "memory": p.memory,
-        "fits": p.memory <= free,
-        "beyond_training": 0 < p.geo.n_ctx_train < p.n_pos,
-        **p.times(rate),
-        "attention_share": p.share,
-        "attention_read": p.read / p.dense,
-        "speedup": p.speedup,
-    }
 
 
 def _from_card(name: str) -> Geometry | None:

@@ -34,11 +34,7 @@ if TYPE_CHECKING:
     help="Read the text from a file, or from stdin if FILE is -.",
 )
 @click.option(
-    "-n",
-    "--tokens",
-    type=click.IntRange(1),
-    default=128,
-    help="Generate at most this many tokens.",
+    "-n", "--tokens", type=click.IntRange(1), default=128, help="Generate at most this many tokens."
 )
 @opt.document_option
 @opt.context_options

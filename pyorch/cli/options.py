@@ -273,11 +273,8 @@ class AttentionOptions:
         if line is None:  # an empty line is refused, not ignored
             return AttentionSpec("sparq", **values) if values else None
         for name in values:
-            raise SparqError(
-                f"-a has all settings, so --{name} would change nothing",
-                "-a sparq,ratio=1/8,budget=ramp",
-                exit_code=2,
-            )
+            hint = "-a sparq,ratio=1/8,budget=ramp"
+            raise SparqError(f"-a has all settings, so --{name} would change nothing", hint, 2)
         return parse_spec(line)
 
 

@@ -154,11 +154,9 @@ def command(
     with supervise.reserved(server.host, server.port) as (address, port):
         if not (keys or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
             if not server.insecure:
-                raise SparqError(
-                    f"--host {server.host} would let other machines in without a key",
-                    "--api-key-file FILE requires one; --insecure does without",
-                    exit_code=2,
-                )
+                what = f"--host {server.host} would let other machines in without a key"
+                hint = "--api-key-file FILE requires one; --insecure does without"
+                raise SparqError(what, hint, exit_code=2)
             note("note: whoever reaches this address can use it", "yellow")
         file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents)
     # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
@@ -171,11 +169,8 @@ def _check_more(more: Sequence[str]) -> None:
     """Refuse what is no option, and options of llama-server that we set. A value, which may be a
     key, is not in the message."""
     if more and not more[0].startswith("-"):
-        raise SparqError(
-            f"serve takes no argument {more[0]!r}",
-            f"options of {PROGRAM} stand after --: sparq-cpp serve -m M -- --metrics",
-            exit_code=2,
-        )
+        hint = f"options of {PROGRAM} stand after --: sparq-cpp serve -m M -- --metrics"
+        raise SparqError(f"serve takes no argument {more[0]!r}", hint, exit_code=2)
     for name in sorted(served_documents.names(more)):
         ours = _OURS_OF.get(name) or ("-m SPEC" if _ONE_OF_A_MODEL.fullmatch(name) else "")
         if ours:

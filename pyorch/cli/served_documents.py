@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import datetime
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +58,10 @@ def _their_time(
     dates = [date for date in _DATES if date in own and date not in words]
     source = "".join(f"{{%- set {date} = sparq_undefined -%}}" for date in dates)
     if when and "strftime_now" in own:
-        source += _clock(own, when)
+        # a macro in place of the function that tells a template the time: it tells this one
+        parts = sorted(set(_DIRECTIVE.findall(own)))
+        filters = "".join(f" | replace({part!r}, {when.strftime(part)!r})" for part in parts)
+        source += f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro -%}}"
     if not source or names(more) & _TEMPLATES or _TOOLS in file.metadata:
         return []
     template = folder / "template.jinja"
@@ -67,13 +69,6 @@ def _their_time(
     time = f"{when:%Y-%m-%d %H:%M}" if when else "its default"
     note(f"note: the time that the chat template states is {time}, as in {name}", "yellow")
     return ["--chat-template-file", str(template)]
-
-
-def _clock(template: str, now: datetime) -> str:
-    """A macro in place of the function that tells a template the time: it tells this one."""
-    parts = sorted(set(_DIRECTIVE.findall(template)))
-    filters = "".join(f" | replace({part!r}, {now.strftime(part)!r})" for part in parts)
-    return f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro -%}}"
 
 
 def names(more: Sequence[str]) -> set[str]:

@@ -153,11 +153,8 @@ class Numbers(click.ParamType):
         option = _name_of(param)
         match = self._part.fullmatch(part)
         if match is None:
-            raise SparqError(
-                f"{option} {part!r} is not a number or range",
-                "512, first-last, first-last+step or first-last*mult",
-                exit_code=2,
-            )
+            hint = "512, first-last, first-last+step or first-last*mult"
+            raise SparqError(f"{option} {part!r} is not a number or range", hint, exit_code=2)
         first = self.number.convert(match[1], param, None)
         last = self.number.convert(match[2] or match[1], param, None)
         if last < first:

@@ -27,10 +27,7 @@ class ListenOptions:
 
     host: str = option("--host", default="127.0.0.1", help="Address to listen on.")
     port: int = option(
-        "--port",
-        type=click.IntRange(1, 65535),
-        default=machines.PORT,
-        help="Port to listen on.",
+        "--port", type=click.IntRange(1, 65535), default=machines.PORT, help="Port to listen on."
     )
     threads: int | None = option(
         "-t", "--threads", type=THREADS, help="Number of threads.  [default: one per core]"
@@ -74,11 +71,9 @@ def command(server: ListenOptions) -> None:
 def _check(server: ListenOptions) -> None:
     """Refuse an address that others reach, or that is not of IPv4."""
     if ":" in server.host:
-        raise SparqError(
-            f"--host {server.host}: llama.cpp's workers listen on IPv4 addresses only",
-            "127.0.0.1, or another IPv4 address of this machine",
-            exit_code=2,
-        )
+        what = f"--host {server.host}: llama.cpp's workers listen on IPv4 addresses only"
+        hint = "127.0.0.1, or another IPv4 address of this machine"
+        raise SparqError(what, hint, exit_code=2)
     reach = machines.reach(server.host)
     if reach == "public" and not server.insecure:
         raise SparqError(

@@ -32,10 +32,7 @@ class AttentionInfo:
     n_layer: int = 0  # this and what follows is missing while attention is off
     layers_sparse: int = 0
     shadow_bytes: int = 0
-    shadow_type: str = ""
-    layers: Sequence[
-        Json
-    ] = ()  # `il`, `state` ("sparse": our code; "dense": llama.cpp's), `reason`
+    layers: Sequence[Json] = ()  # `il`, `reason`, `state`: "sparse" (our code) or "dense"
     counters: Json = field(default_factory=dict)
     raw: Json = field(default_factory=dict, repr=False)  # the whole JSON
 

@@ -264,10 +264,8 @@ def _tokens_of_pieces(of: Model, text: str, placeholders: Mapping[str, str]) -> 
     out = tokenize(of, first, add_special=False, parse_special=True)
     for piece in others:
         name = placeholders.get(piece)
-        out += inner(of, piece, parse_special=True) if name is None else _spelled(of, name)
+        tokens = inner(of, name or piece, parse_special=name is None)
+        if name and len(tokens) < 2:
+            tokens = inner(of, name[:1]) + inner(of, name[1:])
+        out += tokens
     return out
-
-
-def _spelled(of: Model, name: str) -> list[int]:
-    tokens = inner(of, name)
-    return tokens if len(tokens) > 1 else inner(of, name[:1]) + inner(of, name[1:])

@@ -214,9 +214,8 @@ def _window(session: Session) -> int:
 def _forgets(session: Session) -> bool:
     """Whether there are places where the memory cannot be cut."""
     lib, model = session.lib, session.model.handle
-    if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
-        return True
-    return _window(session) > 0
+    recurrent = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
+    return bool(recurrent or _window(session))
 
 
 def _keep(session: Session) -> None:
@@ -233,8 +232,7 @@ def _keep(session: Session) -> None:
 def _restored(session: Session, n: int, state: ctypes.Array[ctypes.c_uint8]) -> bool:
     """Go back to a checkpoint after `n` tokens; False if llama.cpp cannot."""
     size = session.lib.llama_state_seq_set_data_ext(session.ctx, state, len(state), 0, _FORGETFUL)
-    rm = session.lib.llama_memory_seq_rm
-    return bool(size == len(state) and rm(session.memory, 0, n, -1))
+    return size == len(state) and bool(session.lib.llama_memory_seq_rm(session.memory, 0, n, -1))
 
 
 def forget(session: Session) -> None:

@@ -320,10 +320,8 @@ def check_model(
         SparqError: it is one.
     """
     if of.model_hash != content_hash(file):
-        raise SparqError(
-            f"{of.path}: read by another model, {of.model}",
-            "K and V are of one model: take that one, or read the text again",
-        )
+        hint = "K and V are of one model: take that one, or read the text again"
+        raise SparqError(f"{of.path}: read by another model, {of.model}", hint)
     if of.rope != str(rope):
         rope_then = of.rope or "the model's own"
         raise SparqError(f"{of.path}: read with other rotations: {rope_then}", "--rope-* as then")

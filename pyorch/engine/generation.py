@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from pyorch.engine.decoding import align, check_length, decode, prefill
@@ -61,44 +62,29 @@ def generate(
     if not prompt:
         raise SparqError("the prompt is empty", "give at least one token")
     check_length(session, len(prompt))
-    stopped = should_stop or (lambda: False)
     prefill(session, align(session, prompt), progress=progress, should_stop=should_stop)
     if len(session.tokens) < len(prompt):
         yield Piece(-1, "", "interrupted")
         return
     stream = TextStream(session, stop)
-    sampler = Sampler(session, sampling or Sampling())
-    try:
-        yield from _generate(session, sampler, stream, max_tokens, ignore_eog, stopped)
-    finally:
-        sampler.close()
-
-
-def _generate(
-    session: Session,
-    sampler: Sampler,
-    stream: TextStream,
-    max_tokens: int,
-    ignore_eog: bool,
-    stopped: Callable[[], bool],
-) -> Iterator[Piece]:
-    for i in range(max_tokens):
-        token = sampler.sample()
-        if is_eog(session, token) and not ignore_eog:
-            yield Piece(token, stream.rest(), "eog")
-            return
-        text, met_stop = stream.add(token)
-        if met_stop:
-            yield Piece(token, text, "stop")
-            return
-        finish = ""
-        if i + 1 == max_tokens:
-            finish = "length"
-        elif len(session.tokens) >= session.n_ctx:
-            finish = "context"
-        elif stopped():
-            finish = "interrupted"
-        yield Piece(token, text + (stream.rest() if finish else ""), finish)
-        if finish:
-            return
-        decode(session, token)
+    with closing(Sampler(session, sampling or Sampling())) as sampler:
+        for i in range(max_tokens):
+            token = sampler.sample()
+            if is_eog(session, token) and not ignore_eog:
+                yield Piece(token, stream.rest(), "eog")
+                return
+            text, met_stop = stream.add(token)
+            if met_stop:
+                yield Piece(token, text, "stop")
+                return
+            finish = ""
+            if i + 1 == max_tokens:
+                finish = "length"
+            elif len(session.tokens) >= session.n_ctx:
+                finish = "context"
+            elif should_stop is not None and should_stop():
+                finish = "interrupted"
+            yield Piece(token, text + (stream.rest() if finish else ""), finish)
+            if finish:
+                return
+            decode(session, token)

@@ -155,17 +155,13 @@ class Library:
             SparqError: it is a build without CUDA, or there is no device.
         """
         if n_gpu_layers and not self.has_gpu:
-            raise SparqError(
-                f"{n_gpu_layers} layers cannot go to a GPU: this library has none",
-                "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda native",
-                exit_code=2,
-            )
+            what = f"{n_gpu_layers} layers cannot go to a GPU: this library has none"
+            hint = "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda native"
+            raise SparqError(what, hint, exit_code=2)
         if tensor_split and not self.has_gpu:
-            raise SparqError(
-                "--tensor-split shares layers among machines, and there is only this one",
-                "--rpc HOST:PORT names the others",
-                exit_code=2,
-            )
+            what = "--tensor-split shares layers among machines, and there is only this one"
+            hint = "--rpc HOST:PORT names the others"
+            raise SparqError(what, hint, exit_code=2)
 
     def _log(self, level: int, text: bytes, _: object) -> None:
         """llama.cpp calls this with pieces of messages; a message ends with its line."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, TypedDict
 
 from pyorch import native
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.engine import machines
-from pyorch.engine.library import Call, library
+from pyorch.engine.library import library
 from pyorch.engine.model import Model, Session, Watcher
 from pyorch.engine.settings import SessionOptions, Settings, layers_away, settings_for
 from pyorch.errors import SparqError
@@ -130,8 +129,17 @@ def load_model(
     if tensor_split:
         params.tensor_split = (ctypes.c_float * lib.llama_max_devices())(*tensor_split)
     with ours.call() as call:
-        on_progress = _on_progress(lib, call, progress)  # the name keeps it alive
-        params.progress_callback = on_progress
+
+        def on_progress(share: float, _: object) -> bool:
+            try:
+                if progress is not None:
+                    progress(int(share * 1000), 1000)
+            except KeyboardInterrupt:
+                call.note()
+            return not call.came  # False ends it
+
+        callback = lib.llama_progress_callback(on_progress)  # the name keeps it alive
+        params.progress_callback = callback
         handle = lib.llama_model_load_from_file(os.fsencode(file.path), params)
     if call.came and handle:
         lib.llama_model_free(handle)
@@ -163,20 +171,6 @@ def check_loads(file: GGUFFile) -> None:
         raise _cannot_load(file, call.reason)
     ours.lib.llama_model_free(handle)
     call.raise_if_it_came()
-
-
-def _on_progress(lib: ModuleType, call: Call, progress: Progress | None) -> object:
-    """The function that llama.cpp calls while it loads; if it returns False, loading ends."""
-
-    def on_progress(share: float, _: object) -> bool:
-        try:
-            if progress is not None:
-                progress(int(share * 1000), 1000)
-        except KeyboardInterrupt:
-            call.note()
-        return not call.came
-
-    return lib.llama_progress_callback(on_progress)
 
 
 def _cannot_load(file: GGUFFile, reason: str) -> SparqError:

@@ -163,11 +163,9 @@ def check_split(tensor_split: Sequence[float], n: int) -> None:
     SparqError: it has not one part for each device of the workers.
     """
     if tensor_split and len(tensor_split) != n:
-        raise SparqError(
-            f"--tensor-split has {len(tensor_split)} parts for {n} devices of workers",
-            "give one part for each",
-            exit_code=2,
-        )
+        what = f"--tensor-split has {len(tensor_split)} parts for {n} devices of workers"
+        hint = "give one part for each"
+        raise SparqError(what, hint, exit_code=2)
 
 
 def devices(library: Library, endpoints: Sequence[str]) -> list[int]:

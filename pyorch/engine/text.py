@@ -138,7 +138,8 @@ class TextStream:
         cuts = [i for i in (self.held.find(s) for s in self.stop) if i >= 0]
         if cuts:
             return self._take(min(cuts)), True
-        keep = max((_overlap(self.held, s) for s in self.stop), default=0)
+        begun = (n for s in self.stop for n in range(1, len(s)) if self.held.endswith(s[:n]))
+        keep = max(begun, default=0)
         return self._take(len(self.held) - keep), False
 
     def rest(self) -> str:
@@ -149,9 +150,3 @@ class TextStream:
     def _take(self, n: int) -> str:
         out, self.held = self.held[:n], self.held[n:]
         return out
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of `text` that is a prefix of `stop`."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(stop[:n])), 0)

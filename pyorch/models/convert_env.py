@@ -140,10 +140,8 @@ def _run(argv: list[str], lock: int) -> None:
     out = sys.stderr if sys.stderr.isatty() else subprocess.PIPE
     done = children.run(argv, stdout=out, **system.inherit(lock))
     if done.returncode:
-        raise SparqError(
-            f"cannot make the converter's environment: {children.reason(done)}",
-            f"connect to a package index, or free disk space; {_OWN}",
-        )
+        hint = f"connect to a package index, or free disk space; {_OWN}"
+        raise SparqError(f"cannot make the converter's environment: {children.reason(done)}", hint)
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -43,8 +43,20 @@ def check_loadable(file: GGUFFile, n_layer: int, n_expert: int) -> None:
         SparqError: the message names the key or the tensor.
     """
     _check_numbers(file, n_layer, n_expert)
-    _check_vocabulary(file)
-    _check_tensors(file)
+    # the assertions of llama-vocab.cpp; duplicate tokens are found when the file is read
+    kind, tokens = (file.metadata.get(f"tokenizer.ggml.{k}") for k in ("model", "tokens"))
+    lacks = tokens.lacks if isinstance(tokens, SkippedArray) else ""
+    if lacks and kind == "llama":  # SentencePiece writes text without a token as bytes
+        raise SparqError(f"{file.path}: no token of its vocabulary stands for the byte {lacks}")
+    if kind == "bert":
+        raise SparqError(f"{file.path}: a vocabulary of BERT, which writes no text")
+    if file.metadata.get("general.alignment", ALIGNMENT) < ALIGNMENT:
+        raise SparqError(f"{file.path}: its tensors are aligned to less than {ALIGNMENT} bytes")
+    for t in file.tensors:  # no op accepts other types where such a tensor is used
+        vector = len(t.shape) < 2  # norms and biases: ops add and multiply them as f32
+        number = t.type in _NO_WEIGHTS and "tid2eid" not in t.name  # tid2eid is looked up
+        if (vector and t.type != "f32") or number:
+            raise SparqError(f"{file.path}: tensor {t.name!r} of {t.shape} cannot be {t.type}")
 
 
 def _check_numbers(file: GGUFFile, n_layer: int, n_expert: int) -> None:
@@ -76,27 +88,6 @@ def _check_numbers(file: GGUFFile, n_layer: int, n_expert: int) -> None:
     for key, value in m.items():
         if key.startswith(arch + ".") and key.endswith("epsilon"):
             need(key.removeprefix(arch + "."), isinstance(value, float) and 0 <= value < math.inf)
-
-
-def _check_vocabulary(file: GGUFFile) -> None:
-    """The assertions of llama-vocab.cpp. Duplicate tokens are found when the file is read."""
-    kind, tokens = (file.metadata.get(f"tokenizer.ggml.{k}") for k in ("model", "tokens"))
-    lacks = tokens.lacks if isinstance(tokens, SkippedArray) else ""
-    if lacks and kind == "llama":  # SentencePiece writes text without a token as bytes
-        raise SparqError(f"{file.path}: no token of its vocabulary stands for the byte {lacks}")
-    if kind == "bert":
-        raise SparqError(f"{file.path}: a vocabulary of BERT, which writes no text")
-
-
-def _check_tensors(file: GGUFFile) -> None:
-    """Refuse types that no op accepts where such a tensor is used."""
-    if file.metadata.get("general.alignment", ALIGNMENT) < ALIGNMENT:
-        raise SparqError(f"{file.path}: its tensors are aligned to less than {ALIGNMENT} bytes")
-    for t in file.tensors:
-        vector = len(t.shape) < 2  # norms and biases: ops add and multiply them as f32
-        number = t.type in _NO_WEIGHTS and "tid2eid" not in t.name  # tid2eid is looked up
-        if (vector and t.type != "f32") or number:
-            raise SparqError(f"{file.path}: tensor {t.name!r} of {t.shape} cannot be {t.type}")
 
 
 def is_number(value: object, least: int, most: int) -> bool:

@@ -214,10 +214,8 @@ def _other_parts(path: Path, n_split: int) -> Iterator[GGUFFile]:
     for i in range(2, n_split + 1):
         part = path.with_name(f"{stem}-{i:05d}-of-{n_split:05d}.gguf")
         if not part.exists():
-            raise SparqError(
-                f"{part}: part {i} of {n_split} is missing; the model is split",
-                "all parts have to be beside the first, under their original names",
-            )
+            hint = "all parts have to be beside the first, under their original names"
+            raise SparqError(f"{part}: part {i} of {n_split} is missing; the model is split", hint)
         yield _read_part(part)
 
 

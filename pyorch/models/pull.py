@@ -128,11 +128,8 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
                 return None
             raise SparqError(f"{text}: no such file", f"on the hub it is hf:{text}", exit_code=2)
     if not match or not all(map(_is_safe, filter(None, match.group("repo", "file", "revision")))):
-        raise SparqError(
-            f"{text!r} names no model on the hub",
-            "hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf, with @REVISION if need be",
-            exit_code=2,
-        )
+        hint = "hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf, with @REVISION if need be"
+        raise SparqError(f"{text!r} names no model on the hub", hint, exit_code=2)
     return Spec(
         match["repo"], match["file"] or "", match["quant"] or "", match["revision"] or "main"
     )
@@ -140,11 +137,8 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
 
 def _of_card(word: re.Match[str], original: bool) -> Spec:
     if word["name"] not in cards.names():
-        raise SparqError(
-            f"{word['name']}: no such file, and no model of that name",
-            f"{nearest('model', word['name'], cards.names()).hint}; on the hub: hf:org/repo",
-            exit_code=2,
-        )
+        hint = f"{nearest('model', word['name'], cards.names()).hint}; on the hub: hf:org/repo"
+        raise SparqError(f"{word['name']}: no such file, and no model of that name", hint, 2)
     card = cards.load(word["name"])
     revision = word["revision"] or "main"
     if original:
@@ -236,7 +230,13 @@ def _files(spec: Spec, matches: Callable[[str], bool], say: Say) -> tuple[str, d
             raise error
         if not constants.HF_HUB_OFFLINE:
             say(f"{error.message}: so the cache is used as it is")
-        return commit, {n: _cached(n, p) for n, p in paths.items() if matches(n)}
+        files = {}
+        for name, path in paths.items():
+            if matches(name):  # the cache names content of git-lfs by its checksum
+                content = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
+                sha256 = content if _SHA256.fullmatch(content) else ""
+                files[name] = HubFile(name, path.stat().st_size, sha256, path)
+        return commit, files
 
 
 def _listed(spec: Spec, matches: Callable[[str], bool]) -> tuple[str, dict[str, HubFile]]:
@@ -268,13 +268,6 @@ def _listed(spec: Spec, matches: Callable[[str], bool]) -> tuple[str, dict[str, 
     return commit, files
 
 
-def _cached(name: str, path: Path) -> HubFile:
-    """A file of the cache, which names content of git-lfs by its checksum."""
-    content = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
-    sha256 = content if _SHA256.fullmatch(content) else ""
-    return HubFile(name, path.stat().st_size, sha256, path)
-
-
 def _choose(spec: Spec, files: Mapping[str, HubFile]) -> list[HubFile]:
     models = {}  # the name of a model's first file -> the names of all
     for name in sorted(files):
@@ -292,10 +285,8 @@ def _choose(spec: Spec, files: Mapping[str, HubFile]) -> list[HubFile]:
         raise _no_choice(spec, files, chosen)
     lacking = [name for name in chosen[0] if name not in files]
     if lacking:
-        raise SparqError(
-            f"{spec.repo}: {lacking[0]} is missing; the model is split",
-            f"choose another model of it, as hf:{spec.repo}/FILE",
-        )
+        hint = f"choose another model of it, as hf:{spec.repo}/FILE"
+        raise SparqError(f"{spec.repo}: {lacking[0]} is missing; the model is split", hint)
     return [files[name] for name in chosen[0]]
 
 

@@ -83,10 +83,8 @@ def quantize(
         messages = _run([*argv, type_name.upper(), str(n_threads)], source, progress, lock)
         lacking = re.findall(r"did not find weights for (blk\S+)", "\n".join(messages))
         if lacking and not any(re.match(r"\[.*\] blk.* converting", line) for line in messages):
-            raise SparqError(
-                f"{imatrix}: has no weights for the layers of {source}",
-                "it is of another model, or has other names than llama.cpp's",
-            )
+            hint = "it is of another model, or has other names than llama.cpp's"
+            raise SparqError(f"{imatrix}: has no weights for the layers of {source}", hint)
         progress(len(before.tensors), len(before.tensors))
         after = read_gguf(partial)
         if len(after.tensors) != len(before.tensors):

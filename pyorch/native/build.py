@@ -138,10 +138,8 @@ def from_environment() -> Path | None:
         return None
     folder = paths.expanded(named).absolute()
     if read_stamp(folder) is None or not (folder / "python" / "llama_cpp").is_dir():
-        raise SparqError(
-            f"SPARQ_LIBRARY={named} holds no finished build with its bindings",
-            "see SPARQ_LIBRARY in docs/environment.md, or unset it",
-        )
+        hint = "see SPARQ_LIBRARY in docs/environment.md, or unset it"
+        raise SparqError(f"SPARQ_LIBRARY={named} holds no finished build with its bindings", hint)
     return folder
 
 
@@ -252,10 +250,8 @@ def _that_works(
         suspects = [s for s in smoke.suspects(fault, now.cpu.isa) if s not in off]
         if not suspects:
             (tree / _OFF).unlink(missing_ok=True)
-            raise SparqError(
-                f"what was built does not work on this machine: {fault}",
-                "try another compiler (CC, CXX) or sparq-cpp build --portable, and report it",
-            )
+            hint = "try another compiler (CC, CXX) or sparq-cpp build --portable, and report it"
+            raise SparqError(f"what was built does not work on this machine: {fault}", hint)
         off[suspects[0]] = f"what was built with it does not work: {fault}"
         (tree / _OFF).write_text(json.dumps(off), "utf-8")
         say(f"{fault}; building again without {suspects[0]}")

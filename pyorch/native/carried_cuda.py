@@ -63,7 +63,10 @@ def _usable() -> tuple[Path | None, str]:
         return None, "NVIDIA's libraries are missing: pip install nvidia-cublas nvidia-cuda-runtime"
     if other:
         say(f"{PACKAGE} does not use all GPUs: {why}")
-        cuda.show_only(usable)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(i) for i in range(len(devices))]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in usable)
+        cuda.devices.cache_clear()
     return folder, ""
 
 

@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,14 +111,6 @@ def devices() -> tuple[tuple[Device, ...], str]:
         reason = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
         return (), f"no CUDA device: {reason}"
     return tuple(Device(arch, name, int(memory)) for arch, name, memory in rows), ""
-
-
-def show_only(chosen: Sequence[int]) -> None:
-    """Hide all other devices from this process and its children."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = visible.split(",") if visible else [str(i) for i in range(len(devices()[0]))]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in chosen)
-    devices.cache_clear()
 
 
 def is_preferred() -> bool:

@@ -76,10 +76,8 @@ def read_pin(patch_dir: Path | None = None) -> Pin:
     for pin in known:
         if pin.version == version:
             return pin
-    raise SparqError(
-        f"SPARQ_LLAMA_PIN={version} is not a pinned version",
-        f"one of {', '.join(pin.version for pin in known)}, or unset it",
-    )
+    hint = f"one of {', '.join(pin.version for pin in known)}, or unset it"
+    raise SparqError(f"SPARQ_LLAMA_PIN={version} is not a pinned version", hint)
 
 
 def locate(pin: Pin) -> Source:
