@@ -29,9 +29,13 @@ LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in on
 # What the child runs before it becomes the server: the system kills it as soon as we are gone. No
 # handler of ours could do that after a SIGKILL. `preexec_fn` would be shorter, but it runs Python
 # between fork and exec, which may hang beside other threads. Without prctl (macOS, Windows) the
-# server outlives a SIGKILL of ours.
+# server outlives a SIGKILL of ours. And its main thread, which parses the grammars of requests, has
+# a stack as deep as those of its other threads, but under `ulimit -v`.
 _BOUND = """
-import ctypes, os, sys
+import ctypes, os, resource as r, sys
+if r.getrlimit(r.RLIMIT_AS)[0] == r.RLIM_INFINITY:
+    most = r.getrlimit(r.RLIMIT_STACK)[1]
+    r.setrlimit(r.RLIMIT_STACK, (1 << 30 if most == r.RLIM_INFINITY else min(1 << 30, most), most))
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
 if prctl:
     prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

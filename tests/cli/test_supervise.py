@@ -57,6 +57,16 @@ def test_a_file_that_was_cut_is_not_a_fault_to_report() -> None:
     assert "SIGBUS" in message and "doctor" not in hint and "model" in hint
 
 
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="a stack has the size that its program asks for"
+)
+def test_the_main_thread_has_a_deep_stack() -> None:
+    """llama.cpp's parser of grammars calls itself for each parenthesis of a request."""
+    code = "import resource; soft, hard = resource.getrlimit(resource.RLIMIT_STACK)\n"
+    with child(f"{code}sys.exit(soft < 1 << 26 and soft != hard)") as server:
+        assert server.process.wait(60) == 0
+
+
 def test_who_reads_the_log_may_fail_and_the_server_does_not_stand_still() -> None:
     """More lines than a pipe holds."""
 
