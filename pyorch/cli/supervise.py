@@ -29,16 +29,21 @@ LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in on
 # What the child runs before it becomes the server: the system kills it as soon as we are gone. No
 # handler of ours could do that after a SIGKILL. `preexec_fn` would be shorter, but it runs Python
 # between fork and exec, which may hang beside other threads. Without prctl (macOS, Windows) the
-# server outlives a SIGKILL of ours. And its main thread, which parses the grammars of requests, has
-# a stack as deep as those of its other threads, but under `ulimit -v`.
+# server outlives a SIGKILL of ours. Its main thread parses grammars of requests by recursion, so
+# it gets a deep stack. Threads would take that size for theirs, so not where memory that nobody
+# touches counts: under `ulimit -v`, or where the system never overcommits.
 _BOUND = """
-import ctypes, os, resource as r, sys
-if r.getrlimit(r.RLIMIT_AS)[0] == r.RLIM_INFINITY:
-    most = r.getrlimit(r.RLIMIT_STACK)[1]
-    r.setrlimit(r.RLIMIT_STACK, (1 << 30 if most == r.RLIM_INFINITY else min(1 << 30, most), most))
+import ctypes, os, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
 if prctl:
+    import resource as r
     prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    rule = "/proc/sys/vm/overcommit_memory"
+    counts = not os.path.exists(rule) or open(rule).read().strip() == "2"
+    if not counts and r.getrlimit(r.RLIMIT_AS)[0] == r.RLIM_INFINITY:
+        size, most = 1 << 30, r.getrlimit(r.RLIMIT_STACK)[1]
+        size = size if most == r.RLIM_INFINITY else min(size, most)
+        r.setrlimit(r.RLIMIT_STACK, (size, most))
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """

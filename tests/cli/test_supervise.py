@@ -60,6 +60,7 @@ def test_a_file_that_was_cut_is_not_a_fault_to_report() -> None:
 @pytest.mark.skipif(
     sys.platform == "win32", reason="a stack has the size that its program asks for"
 )
+@pytest.mark.skipif(sys.platform != "linux", reason="only there it is set")
 def test_the_main_thread_has_a_deep_stack() -> None:
     """llama.cpp's parser of grammars calls itself for each parenthesis of a request."""
     code = "import resource; soft, hard = resource.getrlimit(resource.RLIMIT_STACK)\n"
