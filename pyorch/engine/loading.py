@@ -57,7 +57,7 @@ def load(
     place: Any = {k: v for k, v in options.items() if k in Placement.__optional_keys__}
     of_session = {k: v for k, v in options.items() if k not in place}
     where = place.get("workers", ()), place.get("n_gpu_layers"), place.get("kv_offload")
-    away = layers_away(*where, native.uses_cuda())
+    away = layers_away(*where, native.has_gpu_memory())
     session_options = SessionOptions(**{"n_away": away, **of_session})
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
     settings = settings or settings_for(file, session_options)
@@ -151,7 +151,8 @@ def load_model(
         raise SparqError(f"{file.path}: not a decoder-only language model")
     on_cpu = n_gpu_layers == 0 or not (workers or ours.has_gpu)
     on_gpu = layers_on_gpu(geometry(file).n_layer, 0 if on_cpu or workers else n_gpu_layers)
-    away = layers_away(workers, n_gpu_layers, kv_offload, ours.has_gpu)
+    has_memory = bool(ours.gpu_devices(shared=False))
+    away = layers_away(workers, n_gpu_layers, kv_offload, has_memory)
     return Model(ours, file, handle, on_cpu, kv_offload, on_gpu, placed, away)
 
 

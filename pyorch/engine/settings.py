@@ -110,7 +110,8 @@ class SessionOptions:
     n_sequences     sequences that `parallel` decodes together, each with `n_ctx` positions
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
-    n_away          layers whose weights, K and V are on a GPU or other machines; None is all
+    n_away          layers whose weights, K and V are in a GPU's own memory or on other machines;
+                    None is all
     swa_full        layers with a sliding window keep all positions, so that a session can go back
                     to any of them at once; otherwise the window and a batch, as llama.cpp's own
                     programs do
@@ -199,10 +200,14 @@ def settings_for(file: GGUFFile, options: SessionOptions) -> Settings:
 
 
 def layers_away(
-    workers: Sequence[str], n_gpu_layers: int | None, kv_offload: bool | None, has_gpu: bool
+    workers: Sequence[str], n_gpu_layers: int | None, kv_offload: bool | None, has_memory: bool
 ) -> int | None:
-    """The `n_away` of `SessionOptions`. llama.cpp counts the output as one more layer."""
-    if not (workers or (has_gpu and kv_offload is not False)):
+    """The `n_away` of `SessionOptions`. llama.cpp counts the output as one more layer.
+
+    Args:
+        has_memory: whether a GPU has memory of its own.
+    """
+    if not (workers or (has_memory and kv_offload is not False)):
         return 0
     return None if n_gpu_layers is None else max(n_gpu_layers - 1, 0)
 
