@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 
 using access = llama_sparse_access;
 
@@ -117,9 +118,13 @@ uint32_t llama_sparse_max_nodes(const llama_context & ctx) {
     return ctx.get_cparams().sparse ? LAYER_NODES*(1 + llama_model_n_layer(&ctx.get_model())) : 0;
 }
 
-void llama_sparse_new_graphs(llama_context & ctx) {
-    access::cparams(ctx).sparse_gen++; // allow_reuse() compares it
-    access::sched_need_reserve(ctx) = true;
+// ggml takes buffers that it could not allocate for those of the next graph, and reads address 0: a new scheduler has none
+static void renew_scheduler(llama_context & ctx) {
+    auto & cparams  = access::cparams(ctx);
+    auto & backends = access::backend_ptrs(ctx);
+    cparams.sparse_gen++; // no graph of the old one is used again
+    access::sched(ctx).reset(ggml_backend_sched_new(backends.data(), access::backend_buft(ctx).data(), backends.size(),
+            ctx.get_gf_res_reserve()->get_max_nodes(), cparams.pipeline_parallel, cparams.op_offload));
 }
 
 // throws llama_sparse_error, or std::runtime_error: no memory; nothing has changed then
@@ -157,6 +162,7 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
             shadow->make_tensors(*kv, spec);
         }
     }
+    const auto before = state ? std::make_pair(state->spec, state->reason) : std::pair<llama_sparse_spec, std::string>();
     state            = next;
     state->spec      = spec;
     state->sequences = {};
@@ -169,7 +175,15 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
         LLAMA_LOG_WARN("sparse attention %s: all layers stay dense: %s\n", spec.str().c_str(), state->reason.c_str());
     }
 
-    llama_sparse_new_graphs(ctx);
+    access::cparams(ctx).sparse_gen++; // allow_reuse() compares it
+    access::sched_need_reserve(ctx) = true;
+    try {
+        ctx.sched_reserve(); // llama_decode would do it, and let out what it throws
+    } catch (const std::exception &) {
+        std::tie(state->spec, state->reason) = before;
+        renew_scheduler(ctx);
+        throw;
+    }
     seal_early(ctx);
 }
 
@@ -336,10 +350,16 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
     }
 }
 
-void llama_sparse_decode_failed(llama_memory_i * memory) {
-    auto * kv = llama_sparse_find_cache(memory);
+void llama_sparse_decode_failed(llama_context * ctx) {
+    auto * kv = llama_sparse_find_cache(ctx->get_memory());
     if (kv && access::shadow(*kv)) {
         access::shadow(*kv)->rollback();
+    }
+    for (auto * backend : access::backend_ptrs(*ctx)) {
+        if (!ggml_backend_sched_get_buffer_size(ctx->get_sched(), backend)) {
+            renew_scheduler(*ctx);
+            break;
+        }
     }
     if (llama_sparse_is_ending()) {
         throw std::runtime_error("the program ends"); // llama-server would read the same in smaller batches

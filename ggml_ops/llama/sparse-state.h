@@ -92,6 +92,3 @@ private:
 
 // of a context, see llama_sparse_shadow
 size_t llama_sparse_shadow_bytes(llama_context & ctx);
-
-// a graph that was built before must not be used again
-void llama_sparse_new_graphs(llama_context & ctx);
