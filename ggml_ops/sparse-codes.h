@@ -30,38 +30,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// The geometry: what the positions are cut into, from small to large.
-//
-//   name       size                        what it is                                             who goes by it
-//   cell       1 position                  a place in the KV cache                                 everyone
-//   line       64 bytes                    codes of a component: 64 cells of 8 bits, 128 of 4      the scans and SEAL
-//   group      64 cells                    `list` and `sealed` name groups, `visible` counts       every op, and llama/, which knows for each
-//                                          in them, v_sum has a row for each                       group whether it is sealed
-//   run        512 cells, 8 groups         the cells of a component that share a scale and a       SEAL and SCORE with codes; SCORE on CUDA
-//                                          zero, and are therefore coded at once                   works in runs whatever k_t is
-//   sum block  16 groups, 1024 cells       groups whose sums of V are summed once more             SEAL, and ATTEND with mean_v
-//
-// How many positions a kernel works on at a time is its own business: docs/glossary.md lists the kinds of tiles.
-#define GGML_SPARSE_GROUP 64  // cells
-#define GGML_SPARSE_RUN   512 // cells
-#define GGML_SPARSE_SUM   16  // groups
-
-#if defined(__CUDACC__)
-#define GGML_SPARSE_INLINE static constexpr __host__ __device__
-#elif defined(__cplusplus)
-#define GGML_SPARSE_INLINE static constexpr
-#else
-#define GGML_SPARSE_INLINE static inline
-#endif
-
-// groups of n_kv cells, the last of which may be incomplete
-GGML_SPARSE_INLINE int64_t ggml_sparse_n_groups(int64_t n_kv) { return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP; }
-
-// Rows of v_sum: the sums of the groups of a sum block, then their total, and so on. The row of a group, the row of the total of the sum block that
-// it lies in, and the number of rows
-GGML_SPARSE_INLINE int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
-GGML_SPARSE_INLINE int64_t ggml_sparse_total_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }
-GGML_SPARSE_INLINE int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
+#include "sparse-params.h"
 
 // ---- the types ----
 

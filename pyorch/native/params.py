@@ -1,6 +1,6 @@
 """The parameters of our ops and the counters that they write, for code that makes nodes itself.
 
-This mirrors ggml_ops/ggml-sparse.h; the tests of the ops call through it.
+This mirrors ggml_ops/sparse-params.h; the tests of the ops call through it.
 """
 
 from __future__ import annotations
