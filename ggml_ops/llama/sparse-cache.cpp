@@ -5,7 +5,6 @@
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 
-#include "ggml-sparse.h"
 #include "ggml-sparse-nodes.h"
 #include "sparse-codes.h"
 
@@ -89,6 +88,14 @@ const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) 
         return "K and V are split among devices (tensor split)";
     }
     return llama_sparse_is_worker(dev) && !llama_sparse_is_cpu(dev) ? "on a worker without our sparse attention" : "";
+}
+
+void llama_sparse_view_cache(ggml_context * ctx, const llama_kv_cache & kv, int il, ggml_sparse_src & src) {
+    llama_kv_cache::slot_info all;
+    all.s0 = 0;
+    all.s1 = kv.get_n_stream() - 1;
+    src.k = kv.get_k(ctx, il, kv.get_size(), all);
+    src.v = kv.get_v(ctx, il, kv.get_size(), all);
 }
 
 int32_t llama_sparse_n_rot(const llama_kv_cache & kv) {
