@@ -382,12 +382,13 @@ static std::string devices_info(const llama_sparse_state & state, std::map<ggml_
     std::string res;
     state.for_each_device([&](ggml_backend_dev_t dev) {
         const auto stat = state.read_stats(dev);
-        res += (res.empty() ? "" : ", ") + json_object({
+        const json_fields fields = {
             { "name",         json_text(dev ? ggml_backend_dev_name(dev) : "CPU") },
             { "shadow_bytes", json_number(shadow[dev]) },
             { "calls_sparse", json_number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
             { "bytes_read",   json_number(stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
-        });
+        };
+        res += (res.empty() ? "" : ", ") + json_object(fields);
     });
     return "[" + res + "]";
 }
@@ -431,17 +432,17 @@ static std::string info(llama_context & ctx) {
     ctx.synchronize(); // devices may still be counting
     const auto & layers = state->layers;
     return json_object({
-        { "spec",          json_text(state->spec.str()) },
-        { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
-        { "reason",        json_text(state->is_off() ? "off" : state->reason) },
-        { "method",        json_text(state->spec.method_name()) },
-        { "n_layer",       json_number(state->n_layer) },
-        { "layers_sparse", json_number(std::count_if(layers.begin(), layers.end(), [](const auto & x) { return x.second.empty(); })) },
-        { "shadow_type",   json_text(ggml_sparse_shadow_name(state->spec.n_bit)) },
-        { "shadow_bytes",  json_number(llama_sparse_shadow_bytes(ctx)) },
-        { "layers",        layers_info(*state) },
-        { "devices",       devices_info(*state, shadow_bytes(ctx)) },
-        { "counters",      counters_info(*state) },
+            { "spec",          json_text(state->spec.str()) },
+            { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
+            { "reason",        json_text(state->is_off() ? "off" : state->reason) },
+            { "method",        json_text(state->spec.method_name()) },
+            { "n_layer",       json_number(state->n_layer) },
+            { "layers_sparse", json_number(std::count_if(layers.begin(), layers.end(), [](const auto & x) { return x.second.empty(); })) },
+            { "shadow_type",   json_text(ggml_sparse_shadow_name(state->spec.n_bit)) },
+            { "shadow_bytes",  json_number(llama_sparse_shadow_bytes(ctx)) },
+            { "layers",        layers_info(*state) },
+            { "devices",       devices_info(*state, shadow_bytes(ctx)) },
+            { "counters",      counters_info(*state) },
     });
 }
 

@@ -98,12 +98,11 @@ static std::string why_no_layer(const llama_kv_cache & kv, const llama_sparse_sp
     in.visible = ggml_sparse_attn_visible(ctx, in.mask);
     in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 3, 1, 1, ns);
     in.list    = in.sealed;
-    const ggml_sparse_seal_params params = { spec.n_bit, llama_sparse_n_rot(kv) };
-    llama_sparse_shadow::layer::make(ctx, kv, spec, ikv).seal(ctx, 0, in, params);
-    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, {
-        { 1, 1.0f, 0.0f, 0.0f, params.n_bit, params.n_rot, 0 },
-        { 1, (int32_t) in.k->ne[1], 0, in.v_sum != nullptr, 1.0f, 0, 2 },
-    }));
+    const ggml_sparse_seal_params seal = { spec.n_bit, llama_sparse_n_rot(kv) };
+    llama_sparse_shadow::layer::make(ctx, kv, spec, ikv).seal(ctx, 0, in, seal);
+    const ggml_sparse_score_params  score  = { 1, 1.0f, 0.0f, 0.0f, seal.n_bit, seal.n_rot, 0 };
+    const ggml_sparse_select_params select = { 1, (int32_t) in.k->ne[1], 0, in.v_sum != nullptr, 1.0f, 0, 2 };
+    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, { score, select }));
 }
 
 // Memory of a device (nullptr: the host) for the tensors of ctx; none with no_alloc, in a context that only measures. It is not cleared: a group is read only
