@@ -102,7 +102,7 @@ def command(
     note_if_weights_exceed(file, settings, load)
     with (
         progress_bar("loading the model") as progress,
-        engine.load_model(file, progress=progress, **placement(load)) as in_memory,
+        engine.load_model(file, progress=progress, **vars(placement(load))) as in_memory,
     ):
         reading = engine.Reading(name, text, "plain" if plain else "chat", system or "")
         template = templates.template(in_memory, engine.begun(path, reading))
