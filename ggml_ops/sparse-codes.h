@@ -1,20 +1,16 @@
 #pragma once
 
-// The layout of the shadow, k_t and the sums of V: what the positions are cut into, the types of k_t, and the order of its codes. For the
-// constructors, the ops of every device, the graph, documents and the check of the shadow. It knows nothing of ggml, so that any program may include it.
+// The layout of the shadow: the types of k_t, and the order of its codes. It knows nothing of ggml, so that any program may include it.
 //
 //   A type is known by the bits of a value. 16 bits are the values themselves, in f16. Fewer are codes: a run of positions of a component
 //   shares a scale and a zero, and is coded at once.
 //
-//   A new type begins as a line in the list below, which names it and from which the shapes and the bytes in the counters follow. But codes are
-//   whole or half bytes so far, and a line has a whole number of positions, which 3 bits do not give: another order of codes comes first then.
-//   What knows the bits:
+//   A new type begins as a line in the list below, from which its shapes and bytes follow. Other codes than whole or half bytes need another order of
+//   codes first. What knows the bits:
 //     here       ggml_sparse_coef_max, ggml_sparse_line_pos, ggml_sparse_code_byte, ggml_sparse_code_shift
-//     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, WHOLE_BYTES, add_line_sums, score_lines (the one
-//                of scalars and the one of vectors), and the addresses in score_pass and score_codes
-//     cuda/      sparse-seal.cuh: seal_run (packing), and the assertion in op_seal of sparse-attn.cu; sparse-score.cuh: codes<>,
-//                make_coef, and the address of a thread's codes in score
-//     llama/     sparse-seal.cpp: matches (unpacking), if a code may lie in two bytes; the comments of llama-sparse.h
+//     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, and from score_lines on
+//     cuda/      sparse-seal.cuh: seal_run; op_seal of sparse-attn.cu; sparse-score.cuh: codes<>, make_coef, the address of a thread's codes in score
+//     llama/     sparse-seal.cpp: layer_check, if a code may lie in two bytes; the comments of llama-sparse.h
 //     texts      SEAL in ggml-sparse.h, the types at the top of cpu/sparse-work.h, docs/glossary.md, docs/numerics.md (11a)
 //     pyorch/    attention/spec.py: SHADOWS; attention/cost.py
 //     tests/     ops/test_quant.py: BITS, Shadow.code, the rounding that is allowed; e2e/nodes.py likewise; bench/gpu/attention.py

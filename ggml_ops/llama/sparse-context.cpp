@@ -148,11 +148,15 @@ int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err
     });
 }
 
-// throws llama_sparse_error
-static void set_sequence(llama_context & ctx, llama_seq_id seq, const char * text) {
+void llama_sparse_check_seq(const llama_context & ctx, llama_seq_id seq) {
     if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
         throw llama_sparse_error("there is no sequence " + std::to_string(seq), "the context has " + std::to_string(ctx.get_cparams().n_seq_max));
     }
+}
+
+// throws llama_sparse_error
+static void set_sequence(llama_context & ctx, llama_seq_id seq, const char * text) {
+    llama_sparse_check_seq(ctx, seq);
     auto & state = access::cparams(ctx).sparse;
     std::shared_ptr<const llama_sparse_spec> own;
     if (text) {
@@ -234,10 +238,6 @@ static std::string default_spec(std::string & from) {
     return text && !makes_draft ? text : "";
 }
 
-static std::runtime_error in_one_line(const std::string & from, const std::string & what) {
-    return std::runtime_error(from + llama_sparse_in_one_line(what));
-}
-
 void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params) {
     makes_draft = params.ctx_other || (thread_default && thread_default->empty()); // see llama_sparse_measured
     std::string from;
@@ -248,7 +248,7 @@ void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_par
             cparams.flash_attn = true;
         }
     } catch (const llama_sparse_error & e) {
-        throw in_one_line(from, e.what()); // a program that was asked for sparse attention must not run dense without a word
+        throw std::runtime_error(from + llama_sparse_in_one_line(e.what())); // a program that was asked for sparse attention must not run dense without a word
     }
 }
 
@@ -267,7 +267,7 @@ void llama_sparse_context_end(llama_context * ctx) {
     try {
         set(*ctx, llama_sparse_spec::parse(text));
     } catch (const std::exception & e) {
-        throw in_one_line(from, e.what());
+        throw std::runtime_error(from + llama_sparse_in_one_line(e.what()));
     }
     LLAMA_LOG_INFO("%s: %s%s\n", __func__, from.c_str(), text.c_str());
 }
@@ -448,9 +448,7 @@ static std::string info(llama_context & ctx) {
 
 static std::string sequence_info(const llama_context & ctx, llama_seq_id seq) {
     const auto & state = ctx.get_cparams().sparse;
-    if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
-        throw std::out_of_range("there is no sequence " + std::to_string(seq));
-    }
+    llama_sparse_check_seq(ctx, seq);
     if (!state) {
         return json_object({ { "spec", json_text("off") } });
     }

@@ -68,12 +68,13 @@ struct place {
     uint32_t n_group(int32_t n_bit) const { return (ggml_sparse_has_codes(n_bit) ? n_pos : n_pos - 1)/GGML_SPARSE_GROUP; }
 };
 
-// throws std::runtime_error: such a document can not be
-place place_of(uint32_t stream, uint32_t n_pos) {
+// in the cache of a sequence, of which 0 is always there. Throws std::runtime_error: such a document can not be
+place place_of(const llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq, uint32_t n_pos) {
     if (n_pos == 0) {
         throw std::runtime_error("a document has at least one position");
     }
-    return { stream, 0, n_pos };
+    llama_sparse_check_seq(ctx, seq);
+    return { llama_sparse_access::stream_of(kv, seq), 0, n_pos };
 }
 
 // what stands before a state in the image
@@ -91,13 +92,6 @@ uint64_t hash_of(uint64_t n_pos, const std::vector<char> & state) { // FNV-1a, o
         res ^= res >> 32; // or the highest bits would move nothing
     }
     return res;
-}
-
-uint32_t stream_of(const llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq) {
-    if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
-        throw std::runtime_error("there is no sequence " + std::to_string(seq));
-    }
-    return llama_sparse_access::stream_of(kv, seq);
 }
 
 // the first layer of a cache that has a shadow; nullptr: none has
@@ -347,7 +341,7 @@ size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const ten
 
 // Where a document of this kind may be opened, up to position n_read. Throws std::runtime_error: nowhere
 place place_to_open(llama_context & ctx, const llama_sparse_memory & m, llama_seq_id seq_id, uint32_t n_pos, uint32_t n_read, const std::string & kind) {
-    place p = place_of(stream_of(ctx, *m.kv, seq_id), n_pos);
+    place p = place_of(ctx, *m.kv, seq_id, n_pos);
     const auto & cells = llama_sparse_access::cells(*m.kv, p.stream);
     p.cell = (cells.used_max_p1() + CELLS - 1)/CELLS*CELLS;
     if (m.kv->seq_pos_max(seq_id) >= 0) {
@@ -443,7 +437,10 @@ void seal_document(llama_context & ctx, llama_kv_cache & kv, const place & p) {
 } // namespace
 
 int64_t llama_sparse_document_bytes(llama_context * ctx, uint32_t n_pos, char * err, size_t n_err) {
-    return llama_sparse_guarded(err, n_err, [&] { return (int64_t) image_of(llama_sparse_memory_of(*ctx), place_of(0, n_pos)).bytes; });
+    return llama_sparse_guarded(err, n_err, [&] {
+        const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
+        return (int64_t) image_of(m, place_of(*ctx, *m.kv, 0, n_pos)).bytes;
+    });
 }
 
 int64_t llama_sparse_document_kind(llama_context * ctx, char * buf, size_t n_buf) {
@@ -459,7 +456,7 @@ int64_t llama_sparse_document_write(
         ctx->synchronize();
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
         auto & kv = *m.kv;
-        place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
+        place p = place_of(*ctx, kv, seq_id, n_pos);
         if (from > to || to > n_pos) {
             throw std::runtime_error("a document of " + std::to_string(n_pos) + " positions has no positions " + std::to_string(from) + " to " +
                     std::to_string(to));
@@ -484,7 +481,7 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
         ctx->synchronize();
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
         auto & kv = *m.kv;
-        place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
+        place p = place_of(*ctx, kv, seq_id, n_pos);
         p.cell = first_cell(kv, seq_id, p.stream, n_pos);
         seal_document(*ctx, kv, p);
         for (const tensor_rows & rows : image_of(m, p).shadow) {

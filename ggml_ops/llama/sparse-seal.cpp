@@ -43,7 +43,7 @@ std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_b
 struct seal_graph {
     llama_kv_cache                           & kv;
     const std::vector<std::vector<int32_t>>  & groups; // [n_stream]
-    size_t             n_list = 0;
+    size_t             n_list = 0, n_group = 0; // of the longest stream, and of all
     ggml_context_ptr   ctx;
     ggml_tensor      * list;   // [n_list, n_stream]; -1: nothing
     ggml_tensor      * sealed; // [n_grp, n_stream]
@@ -51,7 +51,8 @@ struct seal_graph {
 
     seal_graph(llama_kv_cache & kv, const std::vector<std::vector<int32_t>> & groups) : kv(kv), groups(groups) {
         for (const auto & of_stream : groups) {
-            n_list = std::max(n_list, of_stream.size());
+            n_list   = std::max(n_list, of_stream.size());
+            n_group += of_stream.size();
         }
         ctx.reset(ggml_init({ (16*access::layers(kv).size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
         list   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, groups.size());
@@ -109,13 +110,7 @@ int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
     auto &     kv     = *cached;
     auto &     shadow = *access::shadow(kv);
     const auto todo   = groups_to_seal(kv, n_bytes, end);
-    int64_t n_group = 0, n_layer = 0;
-    for (const auto & groups : todo) {
-        n_group += groups.size();
-    }
-    if (n_group == 0) {
-        return 0;
-    }
+    int64_t    n_layer = 0;
     seal_graph graph(kv, todo);
     for (const auto & [il, ikv] : access::layer_ids(kv)) {
         const auto & layer = access::layers(kv)[ikv];
@@ -124,7 +119,7 @@ int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
             ++n_layer;
         }
     }
-    if (n_layer == 0) {
+    if (n_layer == 0 || graph.n_group == 0) {
         return 0;
     }
     // the backends have the threads of a step or of a prompt, whichever came last
@@ -145,7 +140,7 @@ int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
         throw;
     }
     shadow.commit();
-    return n_layer*n_group;
+    return n_layer*(int64_t) graph.n_group;
 }
 
 //
