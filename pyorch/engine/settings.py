@@ -122,7 +122,7 @@ class Placement:
     repack: bool = True
 
     def n_away(self, has_memory: bool) -> int | None:
-        """That of `SessionOptions`; has_memory: a GPU has some of its own. The output is a layer more."""
+        """That of `SessionOptions`. has_memory: of a GPU's own. The output counts as a layer."""
         if not (self.workers or (has_memory and self.kv_offload is not False)):
             return 0
         return None if self.n_gpu_layers is None else max(self.n_gpu_layers - 1, 0)
