@@ -92,3 +92,6 @@ private:
 
 // of a context, see llama_sparse_shadow
 size_t llama_sparse_shadow_bytes(llama_context & ctx);
+
+// throws llama_sparse_error: there is no such sequence
+void llama_sparse_check_seq(const llama_context & ctx, llama_seq_id seq);

@@ -30,13 +30,10 @@ def read_texts(names: Sequence[Path], n_tokens: int = 0) -> list[str]:
     Raises:
         SparqError: there is nothing to read, or nothing in a file.
     """
-    try:
-        files = [file for name in names for file in (_in(name) if name.is_dir() else [name])]
-        if not files:
-            raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
-        texts = [_body(read_text(f)) for f in files]
-    except OSError as e:
-        raise SparqError(f"{e.filename}: {e.strerror or e}", "--text FILE or DIR") from None
+    files = [file for name in names for file in (_in(name) if name.is_dir() else [name])]
+    if not files:
+        raise SparqError(f"no *.txt in {', '.join(map(str, names))}", "--text FILE or DIR")
+    texts = [_body(read_text(f, "--text FILE or DIR")) for f in files]
     if empty := [f for f, text in zip(files, texts, strict=True) if not text]:
         raise SparqError(f"{empty[0]}: there is no text in it", "--text FILE or DIR")
     if sum(map(len, texts)) > LARGEST:

@@ -143,7 +143,7 @@ def test_llama_server_is_told(
     free = MARGIN
     assert serve._kv_in_memory(served, tmp_path) == {}
     free = 0
-    n_layer = len(settings.cache(serve.geometry(file)).layer_bytes())
+    n_layer = len(settings.layer_bytes())
     every = ",".join(map(str, range(n_layer)))
     assert serve._kv_in_memory(served, tmp_path) == {"SPARQ_KV_IN_MEMORY": every}
     assert f"{n_layer} of {n_layer} layers" in capsys.readouterr().err
