@@ -29,22 +29,21 @@ _CONTROL = re.compile(rb"[\x00-\x06\x0e-\x19\x1c-\x1f]")  # what no text in Wind
 _HINT = "a text in UTF-8, or in UTF-16 with a byte order mark: iconv -f ENCODING -t UTF-8 makes it"
 
 
-def read_text(path: Path, name: str = "") -> str:
+def read_text(path: Path, hint: str = "check that it exists, and its permissions") -> str:
     """The text of a file, as `decoded`.
 
-    Args:
-        name: what messages call it, if not by its path.
-
     Raises:
-        OSError: it cannot be read.
-        SparqError: it is no text.
+        SparqError: it is no text; or, with the `hint` and an OSError as its cause, it cannot be
+            read.
     """
-    name = name or str(path)
-    with path.open("rb") as file:
-        head = file.read(_HEAD)
-        if not head.startswith(_ALL_MARKS) and b"\0" in head:
-            raise _binary(name)  # a model's file, say, is not read to its end to say so
-        return decoded(head + file.read(LARGEST), name)
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            if not head.startswith(_ALL_MARKS) and b"\0" in head:
+                raise _binary(str(path))  # a model's file, say, is not read to its end to say so
+            return decoded(head + file.read(LARGEST), str(path))
+    except OSError as e:
+        raise SparqError(f"{path}: {e.strerror or e}", hint) from e
 
 
 def decoded(raw: bytes, name: str, say: Say = say) -> str:

@@ -180,8 +180,7 @@ def _prompt(s: engine.Session, tokens: Sequence[int]) -> tuple[list[int], Any]:
 
 def _bytes(s: engine.Session, case: MemoryCase) -> float:
     """What a token reads from memory, the weights included where no device has them."""
-    sizes = (t.bytes_per_element for t in s.cache.types)
-    costs = cost.layer_costs(s.geometry, case.spec, case.n_depth, *sizes)
+    costs = cost.layer_costs(s.geometry, case.spec, case.n_depth, *s.settings.element_bytes)
     weights = s.geometry.weight_bytes_per_token if case.card is None else 0
     return weights + sum(c.bytes_read for c in costs if not case.card or c.il in s.kv_in_memory)
 

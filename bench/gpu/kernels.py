@@ -35,14 +35,8 @@ from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.measure.records import Record, Result, optional
-from pyorch.native.params import (
-    STATS,
-    ScoreParams,
-    ScoreSelectParams,
-    SealParams,
-    SelectParams,
-)
-from pyorch.native.slots import sources
+from pyorch.native import slots
+from pyorch.native.slots import STATS, sources
 from pyorch.table import markdown
 
 FILE = "gpu_attention.jsonl"
@@ -217,9 +211,9 @@ def sparq(
     n_run, chan = -(-c.positions // RUN), D * c.n_head_kv
     n_sums = -(-c.n_group // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1)
     width = c.positions if bits == 16 else n_run * RUN * bits // 8
-    params = ScoreSelectParams(
-        ScoreParams(c.rank, scale, 0.0, 0.0, bits),
-        SelectParams(c.topk, c.n_head_kv, LOCAL, mean_v),
+    params = slots.ScoreSelectParams(
+        slots.ScoreParams(c.rank, scale, 0.0, 0.0, bits),
+        slots.SelectParams(c.topk, c.n_head_kv, LOCAL, mean_v),
     )
     seals, nodes = [], []
     for qi, (k, v) in zip(q, kv, strict=True):
@@ -230,7 +224,7 @@ def sparq(
         }
         all_of = dict(k=k, v=v, stats=stats, **shadow, **inputs)
         src = sources(q=qi, mask=mask, visible=visible, **all_of)
-        seals.append(base.ggml_sparse_attn_seal(ctx, src, SealParams(bits, 0)))
+        seals.append(base.ggml_sparse_attn_seal(ctx, src, slots.SealParams(bits, 0)))
         nodes.append(base.ggml_sparq_attn(ctx, src, params))
     return stats, seals, nodes, inputs
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyorch.attention.spec import AttentionSpec
-from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # bytes per element of the transposed K
@@ -20,7 +19,6 @@ RUN = 512  # positions of a component that share a scale and a zero (two f32) wh
 SPREAD_RUNS = 4  # runs whose scales say how far each component spreads
 GROUP = 64  # positions sealed together; the sums of V are per group ..
 GROUPS_PER_SUM = 16  # .. and once more per this many groups
-CACHE_LINE = 64  # bytes
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 N_BATCH = 512  # tokens of a prompt that are evaluated at once, by default
 
@@ -138,10 +136,9 @@ def layer_costs(
 ) -> list[LayerCost]:
     """The bytes per token of every layer that has a cache; k_bytes and v_bytes are per element."""
     out = []
-    full = [il for il in geo.kv_layers if not geo.windows.of(il)]
     for il in geo.kv_layers:
         n_head, n_head_kv, d_k = geo.n_head[il], geo.n_head_kv[il], geo.head_dims(il)[0]
-        row = _row_bytes(geo, il, k_bytes, v_bytes)
+        row = row_bytes(geo, il, k_bytes, v_bytes)
         window = geo.windows.of(il)
         n_seen = geo.windows.visible(il, n_pos)
         if window:
@@ -149,7 +146,7 @@ def layer_costs(
         elif geo.why_dense:
             s = _dense(n_seen, d_k, geo.why_dense)
         else:
-            s = split(spec, n_pos, d_k, row / (2 * d_k), il=il, cached=full)
+            s = split(spec, n_pos, d_k, row / (2 * d_k), il=il, cached=geo.full_layers)
         dense = read = n_seen * row
         if not s.dense:
             sums = 0.0
@@ -162,7 +159,7 @@ def layer_costs(
     return out
 
 
-def _row_bytes(geo: Geometry, il: int, k_bytes: float, v_bytes: float) -> float:
+def row_bytes(geo: Geometry, il: int, k_bytes: float, v_bytes: float) -> float:
     """The bytes of one position of a KV head in the cache."""
     d_k, d_v = geo.head_dims(il)
     return d_k * k_bytes + (0 if geo.is_mla else d_v * v_bytes)
@@ -198,53 +195,3 @@ def per_token(counters: Mapping[str, float]) -> tuple[float, float]:
     counters of the library or of a method; 0 if no token was decoded."""
     n = max(counters.get("steps", 0), 1)
     return counters.get("bytes_read", 0) / n, counters.get("bytes_dense", 0) / n
-
-
-def cache_bytes(
-    geo: Geometry, n_ctx: int, type_k: TensorType, type_v: TensorType, n_batch: int | None = None
-) -> int:
-    """The memory of K and V for `n_ctx` positions.
-
-    n_batch: layers with a window keep the window and one batch of this size; None: all positions,
-    as with --swa-full.
-    """
-    total = 0.0
-    for il in geo.kv_layers:
-        window = geo.windows.of(il)
-        n = n_ctx
-        if window and n_batch is not None:
-            n = -(-min(n_ctx, window + n_batch) // CELLS) * CELLS
-        row = _row_bytes(geo, il, type_k.bytes_per_element, type_v.bytes_per_element)
-        total += n * row * geo.n_head_kv[il] * (il < geo.n_own_cache)
-    return int(total)
-
-
-def mapped_bytes(geo: Geometry, n: int, type_k: TensorType, type_v: TensorType) -> int:
-    """The part of `cache_bytes` that a document of `n` positions has pages of its file for: K and V
-    of layers without a window."""
-    layers = [il for il in geo.kv_layers if not geo.windows.of(il) and il < geo.n_own_cache]
-    k, v = type_k.bytes_per_element, type_v.bytes_per_element
-    return int(sum(n * _row_bytes(geo, il, k, v) * geo.n_head_kv[il] for il in layers))
-
-
-def shadow_bytes(geo: Geometry, n_ctx: int, spec: AttentionSpec) -> int:
-    """The memory of the transposed K, and of the sums of V if they are used.
-
-    With d = 128 the transposed K takes 50 % (f16), 26 % (q8) or 13 % (q4) of the bytes of f16 K and
-    V, and the sums of V take 1.7 % more. Rows of f16 leave out the last group of the context; each
-    row of codes or scales is an odd number of cache lines.
-    """
-    if spec.method != "sparq" or geo.why_dense:
-        return 0
-    if spec.shadow == "f16":
-        row = (n_ctx - 1) // GROUP * GROUP * SHADOW_BYTES[spec.shadow]
-    else:
-        n_run = -(-n_ctx // RUN)
-        n_line = 1 + (-(-n_run // 8) | 1)
-        row = n_run * RUN * SHADOW_BYTES[spec.shadow] + CACHE_LINE * n_line
-    ours = [il for il in geo.kv_layers if not geo.windows.of(il)]
-    # in every layer, where one of them needs the sums
-    n_sum = -(-n_ctx // (GROUP * GROUPS_PER_SUM)) * (GROUPS_PER_SUM + 1)
-    v_sum = geo.head_dim_v * n_sum * 4 if uses_mean_v(spec) else 0
-    heads = sum(geo.n_head_kv[il] for il in ours if il < geo.n_own_cache)
-    return int(heads * (geo.head_dim_k * row + v_sum))

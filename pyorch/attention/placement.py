@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pyorch.attention import cost
+from pyorch.attention.cost import CELLS, GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
 from pyorch.attention.spec import AttentionSpec
 from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
+CACHE_LINE = 64  # bytes
 MARGIN = 1 << 30  # bytes of a GPU that computing takes, as llama.cpp's own --fit leaves free
 
 
@@ -24,8 +26,8 @@ MARGIN = 1 << 30  # bytes of a GPU that computing takes, as llama.cpp's own --fi
 class Cache:
     """K and V of a context, and what sparse attention keeps beside them.
 
-    spec None is llama.cpp's own attention; n_batch are the tokens that a prompt is read in at once;
-    swa_full as in `SessionOptions`.
+    spec None is llama.cpp's own attention; n_batch are the tokens that a prompt is read in at once:
+    layers with a window keep the window and one batch, or all with swa_full.
     """
 
     geo: Geometry
@@ -36,18 +38,52 @@ class Cache:
     n_sequences: int = 1
     swa_full: bool = False
 
+    @property
+    def element_bytes(self) -> list[float]:
+        """Of K and of V."""
+        return [t.bytes_per_element for t in self.types]
+
+    def kv_bytes(self, layers: Collection[int] | None = None) -> int:
+        """The memory of K and V, in these layers or in all that have a cache of their own."""
+        total = 0.0
+        for il in self.geo.own_layers if layers is None else layers:
+            window, n = self.geo.windows.of(il), self.n_ctx
+            if window and not self.swa_full:
+                n = -(-min(n, window + self.n_batch) // CELLS) * CELLS
+            row = cost.row_bytes(self.geo, il, *self.element_bytes)
+            total += n * row * self.geo.n_head_kv[il]
+        return int(total) * self.n_sequences
+
+    def shadow_bytes(self, layers: Collection[int] | None = None) -> int:
+        """The memory of the transposed K, and of the sums of V if they are used, as `kv_bytes`.
+
+        With d = 128 the transposed K takes 50 % (f16), 26 % (q8) or 13 % (q4) of the bytes of f16 K
+        and V, and the sums of V take 1.7 % more. Rows of f16 leave out the last group of the
+        context; each row of codes or scales is an odd number of cache lines.
+        """
+        geo, spec, n_ctx = self.geo, self.spec, self.n_ctx
+        if spec is None or spec.method != "sparq" or geo.why_dense:
+            return 0
+        if spec.shadow == "f16":
+            row = (n_ctx - 1) // GROUP * GROUP * SHADOW_BYTES[spec.shadow]
+        else:
+            n_run = -(-n_ctx // RUN)
+            n_line = 1 + (-(-n_run // 8) | 1)
+            row = n_run * RUN * SHADOW_BYTES[spec.shadow] + CACHE_LINE * n_line
+        # in every layer, where one of them needs the sums
+        n_sum = -(-n_ctx // (GROUP * GROUPS_PER_SUM)) * (GROUPS_PER_SUM + 1)
+        v_sum = geo.head_dim_v * n_sum * 4 if cost.uses_mean_v(spec) else 0
+        own = geo.own_layers if layers is None else layers
+        heads = sum(geo.n_head_kv[il] for il in own if not geo.windows.of(il))
+        return int(heads * (geo.head_dim_k * row + v_sum)) * self.n_sequences
+
     def layer_bytes(self) -> dict[int, int]:
         """The bytes of each layer that has K and V of its own, the transposed K included: that of
         SparQ's default while attention reads everything, since it may be switched on later."""
         spec = self.spec if self.spec and self.spec.sparse else AttentionSpec("sparq")
-        of_layer = {}
-        for il in (il for il in self.geo.kv_layers if il < self.geo.n_own_cache):
-            alone = tuple(n if i == il else 0 for i, n in enumerate(self.geo.n_head_kv))
-            geo, cut = replace(self.geo, n_head_kv=alone), None if self.swa_full else self.n_batch
-            n = cost.cache_bytes(geo, self.n_ctx, *self.types, cut)
-            n += cost.shadow_bytes(geo, self.n_ctx, spec)
-            of_layer[il] = n * self.n_sequences
-        return of_layer
+        later = replace(self, spec=spec)
+        own = self.geo.own_layers
+        return {il: later.kv_bytes([il]) + later.shadow_bytes([il]) for il in own}
 
     def in_memory(self, free: int, layers: Collection[int]) -> tuple[int, ...]:
         """Those of the layers on a GPU whose K and V must stay in memory; () if all fit.
@@ -64,8 +100,8 @@ class Cache:
             return ()
         # llama.cpp reads a prompt on the GPU, which gets K and V of a layer at a time for it
         free -= max(sizes.values())
-        bytes_each = (t.bytes_per_element for t in self.types)
-        costs = cost.layer_costs(self.geo, self.spec or AttentionSpec(), self.n_ctx, *bytes_each)
+        spec = self.spec or AttentionSpec()
+        costs = cost.layer_costs(self.geo, spec, self.n_ctx, *self.element_bytes)
         read = {c.il: c.bytes_read for c in costs}
         kept: list[int] = []
         order = sorted(sizes, key=lambda il: (-read[il] / sizes[il], sizes[il], il))

@@ -166,10 +166,7 @@ def read(chat: Chat, path: Path) -> None:
     from pyorch import engine
     from pyorch.engine import document_file
 
-    try:
-        text = read_text(path)
-    except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}", "/read FILE") from None
+    text = read_text(path)
     if not text.strip():
         raise SparqError(f"{path}: there is no text", "/read FILE")
     n_ctx = chat.session.n_ctx

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -59,7 +58,7 @@ def command(ratio: float, yes: bool) -> None:
     model = ModelOptions(MODEL, yes)
     with open_session(model, spec, ContextOptions(), LoadOptions()) as session:
         pairs = complete(session, spec)
-    if spec.sparse and not any(run.calls("sparse") for _, run in pairs):
+    if spec.sparse and not any(_calls(run, "sparse") for _, run in pairs):
         raise SparqError("the demo ran without sparse attention: the counter of sparse calls is 0")
     print(_table(spec, pairs))
 
@@ -73,19 +72,12 @@ def story() -> str:
     return "\n\n".join(" ".join(p.split()) for p in paragraphs)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A completion, and what it took."""
-
-    text: str
-    summary: Summary
-
-    def calls(self, kind: str) -> int:
-        """Those of attention: `sparse`, `dense_op` or `stock`."""
-        return self.summary.info.counter(f"calls_{kind}") if self.summary.info else 0
+def _calls(run: Summary, kind: str) -> int:
+    """Those of attention: `sparse`, `dense_op` or `stock`."""
+    return run.info.counter(f"calls_{kind}") if run.info else 0
 
 
-def complete(session: Session, spec: AttentionSpec) -> list[tuple[Run, Run]]:
+def complete(session: Session, spec: AttentionSpec) -> list[tuple[Summary, Summary]]:
     """Read the story, and complete each sentence, dense and sparse, shown as it comes."""
     from pyorch import engine
 
@@ -106,7 +98,7 @@ def complete(session: Session, spec: AttentionSpec) -> list[tuple[Run, Run]]:
     return pairs
 
 
-def _continue(session: Session, tokens: list[int], spec: AttentionSpec, name: str) -> Run:
+def _continue(session: Session, tokens: list[int], spec: AttentionSpec, name: str) -> Summary:
     """Greedy continuation of what is already in the cache, to the end of the line."""
     from pyorch import engine
 
@@ -114,23 +106,21 @@ def _continue(session: Session, tokens: list[int], spec: AttentionSpec, name: st
     engine.prefill(session, engine.align(session, tokens))
     engine.reset_counters(session)
     print(f"    {name + ':':<20}", end="")
-    text = ""
     for piece in engine.generate(session, tokens, max_tokens=N_TOKENS, stop=("\n",)):
         print(piece, end="", flush=True)
-        text += piece.text
     print()
-    return Run(text, summary_of(session))
+    return summary_of(session)
 
 
-def _table(spec: AttentionSpec, pairs: Sequence[tuple[Run, Run]]) -> str:
+def _table(spec: AttentionSpec, pairs: Sequence[tuple[Summary, Summary]]) -> str:
     """Time, bytes and calls, side by side."""
     dense, sparse = (
-        statistics.median(s for run in runs for s in run.summary.timings.decode_s)
+        statistics.median(s for run in runs for s in run.timings.decode_s)
         for runs in zip(*pairs, strict=True)
     )
-    n_bytes = [run.summary.info.bytes_per_token for _, run in pairs if run.summary.info]
+    n_bytes = [run.info.bytes_per_token for _, run in pairs if run.info]
     read, full = (sum(side) // len(n_bytes) for side in zip(*n_bytes, strict=True))
-    calls = [sum(run.calls(kind) for _, run in pairs) for kind in ("sparse", "dense_op", "stock")]
+    calls = [sum(_calls(run, kind) for _, run in pairs) for kind in ("sparse", "dense_op", "stock")]
     share = f"{human_bytes(read)} ({100 * read / max(full, 1):.1f} %)"
     time = f"{1e3 * sparse:.1f} ms ({dense / sparse:.1f}x)"
     rows = [

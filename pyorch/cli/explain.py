@@ -8,7 +8,6 @@ from itertools import groupby
 
 import click
 
-from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import (
     CALIBRATED,
@@ -98,17 +97,17 @@ def command(
     n_pos, trained = context.ctx or geo.n_ctx_train or 4096, geo.n_ctx_train
     note_if_beyond(n_pos, trained, "chat, generate and serve refuse it without --rope-scaling")
     types = engine.cache_type(cache.cache_type_k), engine.cache_type(cache.cache_type_v)
-    p = Prediction(geo, spec, n_pos, types)
+    p = Prediction(geo, spec, types, n_pos)
     if not p.layers:
         raise SparqError(f"{geo.arch}: no layer has a KV cache, so there is nothing to make sparse")
     known = (trained, *LENGTHS) if 0 < trained < LENGTHS[0] else LENGTHS
-    rows = [replace(p, n_pos=n) for n in known]
+    rows = [replace(p, n_ctx=n) for n in known]
     threads, free = context.threads or engine.usable_cores(), available_memory()
     shares = machine_shares(elsewhere, elsewhere.n_gpu_layers, file, p) if file else []
     room = None
     if not shares and (gpus := gpu.gpus_here()):
         held = layer_weights(file, geo.n_layer, used=False) if file else [geo.weight_bytes]
-        whole = Cache(geo, spec, types, n_pos, batch_size(n_pos))
+        whole = replace(p, n_batch=batch_size(n_pos))
         room = gpu.room(gpus, whole, sum(held), elsewhere.kv_offload)
     elif not shares and elsewhere.kv_offload is not None:
         note("note: no GPU is here, so K and V lie in memory", "yellow")
@@ -118,10 +117,10 @@ def command(
         more |= {"gpu": asdict(room)} if room else {}
         lengths = [
             {
-                "positions": x.n_pos,
+                "positions": x.n_ctx,
                 "memory": x.memory,
                 "fits": x.memory <= free,
-                "beyond_training": 0 < x.geo.n_ctx_train < x.n_pos,
+                "beyond_training": 0 < x.geo.n_ctx_train < x.n_ctx,
                 **x.times(rate),
                 "attention_share": x.share,
                 "attention_read": x.read / x.dense,
@@ -163,7 +162,7 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
     print(f"{geo.name} ({geo.arch}): {geo.n_layer} layers, {heads}")
     print(f"of these layers {kinds_text(geo)}")
     types = "/".join(dict.fromkeys(t.name for t in p.types))
-    print(f"attention {p.spec} at {p.n_pos} positions, {types} cache\n")
+    print(f"attention {p.spec} at {p.n_ctx} positions, {types} cache\n")
     _print_layers(p)
     if p.spec.top_p < 1:
         more = f", or up to {p.spec.cap:g} times as many" if p.spec.cap > 1 else ""
@@ -176,7 +175,7 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
         print(f"    layers with a window      {rest}, by llama.cpp's own attention")
     weights = f"{human_bytes(p.weights)}  ({100 * (1 - p.share):.0f} % of a dense token)"
     print(f"  weights, bytes per token    {weights}")
-    cache, shadow = human_bytes(p.cache), human_bytes(p.shadow)
+    cache, shadow = human_bytes(p.kv_bytes()), human_bytes(p.shadow_bytes())
     print(f"  memory                      cache {cache}, transposed K {shadow}")
     many = f"{threads} thread{'s' * (threads > 1)}"
     print(f"  memory bandwidth            {rate / 1e9:.1f} GB/s, as measured with {many}")
@@ -217,8 +216,8 @@ def _print_lengths(rows: Sequence[Prediction], rate: float, free: int) -> None:
     for p in rows:
         times = "".join(f"{1000 * seconds:>9.1f} ms" for seconds in p.times(rate).values())
         why = ["does not fit"] * (p.memory > free)
-        why += ["beyond the training"] * (0 < p.geo.n_ctx_train < p.n_pos)
-        row = f"  {p.n_pos:>9}{human_bytes(p.memory):>10}{100 * p.share:>7.0f} %{times}"
+        why += ["beyond the training"] * (0 < p.geo.n_ctx_train < p.n_ctx)
+        row = f"  {p.n_ctx:>9}{human_bytes(p.memory):>10}{100 * p.share:>7.0f} %{times}"
         row += f"{p.speedup:>9.2f}x"
         print(f"{row}  {', '.join(why)}".rstrip())
     print("  (limits, by the bytes of a token; K and V: their share of a dense one)")

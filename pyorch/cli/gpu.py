@@ -93,7 +93,7 @@ def in_memory_text(cache: Cache, in_memory: Sequence[int]) -> str:
 
 def note_in_memory(session: Session) -> None:
     """Tell of a session in which K and V of layers stay in memory, once of each kind."""
-    _note_once(in_memory_text(session.cache, session.kv_in_memory), "yellow")
+    _note_once(in_memory_text(session.settings, session.kv_in_memory), "yellow")
 
 
 _note_once = cache(note)

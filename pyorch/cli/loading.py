@@ -140,9 +140,9 @@ def session_options(
 ) -> SessionOptions:
     """The options of a session, in the engine's form."""
     from pyorch import native
-    from pyorch.engine.settings import SessionOptions, layers_away
+    from pyorch.engine.settings import Placement, SessionOptions
 
-    where = load.rpc.workers, load.n_gpu_layers, load.kv_offload
+    place = Placement(load.n_gpu_layers, load.kv_offload, workers=load.rpc.workers)
     return SessionOptions(
         n_ctx=context.ctx,
         n_threads=context.threads,
@@ -151,7 +151,7 @@ def session_options(
         attention=attention,
         rope=load.rope.settings(),
         n_sequences=n_sequences,
-        n_away=layers_away(*where, native.uses_cuda()),
+        n_away=place.n_away(native.has_gpu_memory()),
     )
 
 
@@ -170,15 +170,15 @@ def placement(load: LoadOptions) -> Placement:
             if not machines.runs_sparse(engine.library(), machines.ask(endpoint)):
                 why = "runs no sparse attention of this version: its layers stay exact"
                 note(f"note: {endpoint} {why}", "yellow")
-    return {
-        "n_gpu_layers": load.n_gpu_layers,
-        "kv_offload": load.kv_offload,
-        "placed": note_in_memory,
-        "workers": workers,
-        "tensor_split": load.rpc.tensor_split,
-        "numa": load.numa or "",
-        "repack": not load.no_repack,
-    }
+    return engine.Placement(
+        n_gpu_layers=load.n_gpu_layers,
+        kv_offload=load.kv_offload,
+        placed=note_in_memory,
+        workers=workers,
+        tensor_split=load.rpc.tensor_split,
+        numa=load.numa or "",
+        repack=not load.no_repack,
+    )
 
 
 def _lost(reason: str) -> NoReturn:
@@ -281,6 +281,6 @@ def open_session(
     if card and (ratio := first_ratio(card)):
         note(f"attention is exact; for {card} try --ratio {ratio}", "dim")
     with progress_bar("loading the model") as progress:
-        session = engine.load(file, progress=progress, settings=settings, **placement(load))
+        session = engine.load(file, progress=progress, settings=settings, **vars(placement(load)))
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)
     return session

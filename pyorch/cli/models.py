@@ -16,6 +16,7 @@ from pyorch.cli.prediction import Prediction, kinds_text
 from pyorch.cli.terminal import confirm, note, print_freed, print_json, remove_files
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
+from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
 from pyorch.table import columns
 from pyorch.text import human_bytes
@@ -86,7 +87,7 @@ def _expected(c: cards.Card, n_pos: int) -> str:
     """The share of K and V in what a dense token reads, and the speed-up to expect."""
     if c.n_latent or n_pos > c.n_ctx:
         return "dense" if c.n_latent else "-"
-    p = Prediction(c.geometry, parse_spec(c.settings), n_pos)
+    p = Prediction(c.geometry, parse_spec(c.settings), (CACHE_TYPES["f16"],) * 2, n_pos)
     return f"{100 * p.share:.0f} %, {p.speedup:.2f}x"
 
 

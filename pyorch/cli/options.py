@@ -87,24 +87,17 @@ class ContextOptions:
     )
 
 
+def cache_option(name: str) -> Any:
+    kind, text = click.Choice(CACHE_TYPES), f"Type of {name.upper()} in the cache."
+    return option(f"-ct{name}", f"--cache-type-{name}", type=kind, default="f16", help=text)
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """The types of K and V in the cache."""
 
-    cache_type_k: str = option(
-        "-ctk",
-        "--cache-type-k",
-        type=click.Choice(CACHE_TYPES),
-        default="f16",
-        help="Type of K in the cache.  [default: f16]",
-    )
-    cache_type_v: str = option(
-        "-ctv",
-        "--cache-type-v",
-        type=click.Choice(CACHE_TYPES),
-        default="f16",
-        help="Type of V in the cache.  [default: f16]",
-    )
+    cache_type_k: str = cache_option("k")
+    cache_type_v: str = cache_option("v")
 
 
 @dataclass(frozen=True)

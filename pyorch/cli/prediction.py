@@ -4,15 +4,14 @@ machines: for `explain` and `models`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from pyorch.attention import cost
-from pyorch.attention.placement import split_layers
+from pyorch.attention.placement import Cache, split_layers
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli.options import RpcOptions
-from pyorch.ggml import CACHE_TYPES, TensorType
 from pyorch.models.geometry import Geometry, layer_weights
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import available_memory
@@ -28,22 +27,15 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A context of `n_pos` positions, and the token after it. Sizes are in bytes. Speed-ups and
-    times are limits: they hold for a program that does nothing but read.
+class Prediction(Cache):
+    """A context, and the token after it. Sizes are in bytes. Speed-ups and times are limits: they
+    hold for a program that does nothing but read."""
 
-    types: of K and V in the cache.
-    """
-
-    geo: Geometry
     spec: AttentionSpec
-    n_pos: int
-    types: tuple[TensorType, TensorType] = (CACHE_TYPES["f16"],) * 2
 
     @cached_property
     def layers(self) -> Sequence[cost.LayerCost]:
-        sizes = (t.bytes_per_element for t in self.types)
-        return cost.layer_costs(self.geo, self.spec, self.n_pos, *sizes)
+        return cost.layer_costs(self.geo, self.spec, self.n_ctx, *self.element_bytes)
 
     @property
     def read(self) -> int:
@@ -77,19 +69,9 @@ class Prediction:
         return (self.weights + self.dense) / (self.weights + self.read)
 
     @property
-    def cache(self) -> int:
-        """The memory of K and V."""
-        return cost.cache_bytes(self.geo, self.n_pos, *self.types, cost.N_BATCH)
-
-    @property
-    def shadow(self) -> int:
-        """The memory of the transposed K."""
-        return cost.shadow_bytes(self.geo, self.n_pos, self.spec)
-
-    @property
     def memory(self) -> int:
         """The memory of weights, K, V and the transposed K."""
-        return self.geo.weight_bytes + self.cache + self.shadow
+        return self.geo.weight_bytes + self.kv_bytes() + self.shadow_bytes()
 
     def times(self, rate: float) -> dict[str, float]:
         """The seconds of a token where `rate` bytes per second are read."""
@@ -104,7 +86,7 @@ class Prediction:
             "model": self.geo.name,
             "architecture": self.geo.arch,
             "spec": str(self.spec),
-            "positions": self.n_pos,
+            "positions": self.n_ctx,
             "top_p": self.spec.top_p,
             "cap": self.spec.cap,
             "layers": [self._layer(c) for c in self.layers],
@@ -116,8 +98,8 @@ class Prediction:
             "weight_bytes_per_token": self.weights,
             "attention_share_dense": self.share,
             "cache_types": [t.name for t in self.types],
-            "kv_memory": self.cache,
-            "shadow_memory": self.shadow,
+            "kv_memory": self.kv_bytes(),
+            "shadow_memory": self.shadow_bytes(),
             "speedup_attention": self.dense / self.read,
             "speedup_token": self.speedup,
         }
@@ -194,8 +176,7 @@ def machine_shares(
     result = []
     layers = split_layers(p.geo.n_layer, parts, n_gpu_layers)
     for (name, sparse, free), part in zip(every, layers, strict=True):
-        heads = tuple(n if il in part else 0 for il, n in enumerate(p.geo.n_head_kv))
-        own = replace(p, geo=replace(p.geo, n_head_kv=heads))
+        own = set(part) & set(p.geo.own_layers)
         costs = (c.bytes_read if sparse else c.bytes_dense for c in p.layers if c.il in part)
         result.append(
             Share(
@@ -204,8 +185,8 @@ def machine_shares(
                 sparse,
                 free,
                 weights=sum(held[il] for il in part),
-                cache=own.cache,
-                shadow=own.shadow if sparse else 0,
+                cache=p.kv_bytes(own),
+                shadow=p.shadow_bytes(own) if sparse else 0,
                 read=sum(used[il] for il in part) + sum(costs),
             )
         )

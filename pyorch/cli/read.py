@@ -102,7 +102,7 @@ def command(
     note_if_weights_exceed(file, settings, load)
     with (
         progress_bar("loading the model") as progress,
-        engine.load_model(file, progress=progress, **placement(load)) as in_memory,
+        engine.load_model(file, progress=progress, **vars(placement(load))) as in_memory,
     ):
         reading = engine.Reading(name, text, "plain" if plain else "chat", system or "")
         template = templates.template(in_memory, engine.begun(path, reading))
@@ -156,10 +156,7 @@ def _texts(name: str) -> list[tuple[str, str]]:
     if name == "-":
         return [("stdin", streams.stdin_text())]
     path = Path(name)
-    try:
-        return _below(path) if path.is_dir() else [(name, read_text(path))]
-    except OSError as e:
-        raise SparqError(f"{e.filename}: {e.strerror or e}", _TAKES) from None
+    return _below(path) if path.is_dir() else [(name, read_text(path, _TAKES))]
 
 
 def _below(folder: Path) -> list[tuple[str, str]]:
@@ -176,8 +173,9 @@ def _below(folder: Path) -> list[tuple[str, str]]:
                 if path.is_file():
                     texts[path] = read_text(path)
                     continue
-            except SparqError:  # a binary
-                pass
+            except SparqError as error:
+                if error.__cause__:
+                    raise  # it is no binary: it cannot be read
             others.append(path)
     if others:
         some = ", ".join(printable(path.relative_to(folder)) for path in sorted(others)[:SHOWN])

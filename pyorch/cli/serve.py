@@ -259,12 +259,12 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     file, settings = served.file, served.settings
     for document in served.documents:
         check_model(document, file, settings.rope, settings.n_ctx, settings.types)
-    spec = settings.attention or AttentionSpec("off")
+    spec = settings.spec or AttentionSpec("off")
     place = placement(served.load)
-    if (place["n_gpu_layers"] or place["tensor_split"]) and not place["workers"]:
+    if (place.n_gpu_layers or place.tensor_split) and not place.workers:
         from pyorch import engine
 
-        engine.library().check_gpu(place["n_gpu_layers"], place["tensor_split"])
+        engine.library().check_gpu(place.n_gpu_layers, place.tensor_split)
     note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
     note_if_weights_exceed(file, settings, served.load)
     if why := _stays_exact(file, settings, spec):
@@ -317,7 +317,7 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
         return {}
     if (room := gpu.apart(gpu.free)) is None:
         return {}
-    cache, layers = served.settings.cache(geo), layers_on_gpu(geo.n_layer, load.n_gpu_layers)
+    cache, layers = served.settings, layers_on_gpu(geo.n_layer, load.n_gpu_layers)
     weights = layer_weights(served.file, geo.n_layer, used=False)
     free = room - sum(weights[il] for il in (*layers, geo.n_layer))
     if not (in_memory := cache.in_memory(free, layers)):
@@ -333,8 +333,7 @@ def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str
     will be dense; otherwise ""."""
     if not spec.sparse:
         return ""
-    k, v = (t.bytes_per_element for t in settings.types)
-    layers = layer_costs(geometry(file), spec, settings.n_ctx, k, v)
+    layers = layer_costs(geometry(file), spec, settings.n_ctx, *settings.element_bytes)
     reasons = [layer.split.reason for layer in layers if not layer.ours]
     if reasons:
         which = f"{len(reasons)} of {len(layers)} layers are dense"
@@ -364,7 +363,7 @@ def _arguments(served: Served, folder: Path, adapted: bool) -> list[str]:
         "--ubatch-size": settings.n_batch,
         "--cache-type-k": type_k.name,
         "--cache-type-v": type_v.name,
-        "--sparse-attn": settings.attention or "off",
+        "--sparse-attn": settings.spec or "off",
         "--flash-attn": "on",  # sparse attention needs it
         # The context is given and fits; llama.cpp would load the model twice to find that out.
         "--fit": "off",

@@ -34,12 +34,13 @@ from pyorch.engine.document import (
 from pyorch.engine.document_file import Document, content
 from pyorch.engine.generation import Piece, generate
 from pyorch.engine.library import library
-from pyorch.engine.loading import Placement, load, load_model
+from pyorch.engine.loading import load, load_model
 from pyorch.engine.model import Model, Session, Timings, Watcher
 from pyorch.engine.parallel import decode_each, prefill_each, rewind_each
 from pyorch.engine.sampling import Sampling
 from pyorch.engine.settings import (
     DEFAULT_CTX,
+    Placement,
     Rope,
     SessionOptions,
     cache_type,

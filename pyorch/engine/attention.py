@@ -6,9 +6,9 @@ import ctypes
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
-from pyorch.attention.cost import shadow_bytes
 from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import c_functions
 from pyorch.engine.model import Session, Timings
@@ -29,7 +29,7 @@ def set_attention(session: Session, spec: AttentionSpec | str) -> None:
             the library refuses them.
     """
     spec = attention_for(spec, session.path, session.geometry)
-    shadow = session.n_sequences * shadow_bytes(session.geometry, session.n_ctx, spec)
+    shadow = replace(session.settings, spec=spec).shadow_bytes()
     if shadow and c_functions.is_ours(session.lib):
         more = int((shadow - info(session).shadow_bytes) * session.share_here)
         check_more(session.path, "transposed K", more)

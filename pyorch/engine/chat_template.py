@@ -80,7 +80,7 @@ class ChatTemplate:
         self._where = file or model.path
         raw = model.lib.llama_model_chat_template(model.handle, None)
         own = None if raw is None else raw.decode("utf-8", errors="replace")
-        source = _text_of(file) if file else own
+        source = read_text(file, "a chat template in jinja") if file else own
         self.source = source or ""
         # what a conversation depends on beside its messages and the model
         parts = [self.source, json.dumps(self._variables, sort_keys=True)]
@@ -200,13 +200,6 @@ class ChatTemplate:
             {n for n in names.get(m["role"], control | words) if n in m["content"]}
             for m in messages
         ]
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return read_text(file)
-    except OSError as e:
-        raise SparqError(f"{file}: {e.strerror or e}", "a chat template in jinja") from None
 
 
 def _as(message: Message, form: str) -> dict[str, object]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pyorch.attention.placement import MARGIN
+from pyorch.attention.placement import MARGIN, layers_on_gpu
 from pyorch.engine import c_functions
 from pyorch.engine.library import Library, gpus
-from pyorch.engine.settings import SessionOptions, Settings, settings_for
+from pyorch.engine.settings import Placement, SessionOptions, Settings, settings_for, share_here
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile
@@ -25,27 +25,18 @@ class Model:
     """A loaded GGUF model. `load_model` makes one; it has to be closed, or used with `with`.
 
     Its sessions share the weights; each has a context and a cache of its own. `handle` is
-    llama.cpp's pointer, `on_cpu` means that no layer is on a GPU, `kv_offload` that K and V are
-    where their layers are (None: where they fit), `on_gpu` are the layers on this machine's, and
-    `n_away` is that of `SessionOptions`.
+    llama.cpp's pointer, `on_cpu` means that no layer is on a GPU or another machine, `on_gpu` are
+    the layers on this machine's GPUs, and `n_away` is that of `SessionOptions`.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        file: GGUFFile,
-        handle: int,
-        on_cpu: bool,
-        kv_offload: bool | None = None,
-        on_gpu: range = range(0),
-        placed: Callable[[Session], None] | None = None,
-        n_away: int | None = 0,
-    ) -> None:
+    def __init__(self, library: Library, file: GGUFFile, handle: int, place: Placement) -> None:
         self.library, self.lib, self.file = library, library.lib, file
         self.handle: int | None = handle  # None once it is closed
-        self.path, self.geometry = file.path, geometry(file)
-        self.on_cpu, self.kv_offload, self.on_gpu = on_cpu, kv_offload, on_gpu
-        self.placed, self.n_away = placed, n_away
+        self.path, self.geometry, self.place = file.path, geometry(file), place
+        self.on_cpu = place.n_gpu_layers == 0 or not (place.workers or library.has_gpu)
+        n_there = 0 if self.on_cpu or place.workers else place.n_gpu_layers
+        self.on_gpu = layers_on_gpu(self.geometry.n_layer, n_there)
+        self.n_away = place.n_away(bool(library.gpu_devices(shared=False)))
         self.vocab = self.lib.llama_model_get_vocab(handle)
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -137,7 +128,7 @@ class Session:
         self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()
         self.owns_model = False  # whether the model is closed with the session
-        self.cache, self.n_threads = settings.cache(self.geometry), settings.n_threads
+        self.settings = settings
         self.kv_in_memory = self._kv_in_memory()  # layers, of those with weights on a GPU
         self.ctx: int | None = self._context(settings)  # None once it is closed
         model._sessions.add(self)
@@ -148,33 +139,33 @@ class Session:
         try:
             if watch is not None:
                 watch.attach(self)
-            if settings.attention is not None:
-                c_functions.set_spec(self.lib, self.ctx, settings.attention)
-            if self.kv_in_memory and model.placed:
-                model.placed(self)
+            if settings.spec is not None:
+                c_functions.set_spec(self.lib, self.ctx, settings.spec)
+            if self.kv_in_memory and model.place.placed:
+                model.place.placed(self)
         except BaseException:  # includes Ctrl-C while the cache is sealed
             self.close()
             raise
 
     def _kv_in_memory(self) -> tuple[int, ...]:
-        if self.model.kv_offload is not None or not c_functions.is_ours(self.lib):
+        if self.model.place.kv_offload is not None or not c_functions.is_ours(self.lib):
             return ()
         devices = gpus(self.library) if self.model.on_gpu else []
         free = sum(gpu.free - MARGIN for gpu in devices)
-        layers = self.cache.in_memory(free, self.model.on_gpu) if devices else ()
-        sizes = self.cache.layer_bytes()
+        layers = self.settings.in_memory(free, self.model.on_gpu) if devices else ()
+        sizes = self.settings.layer_bytes()
         check_more(self.path, "cache beside the GPU's", sum(sizes[il] for il in layers))
         return layers
 
     @property
     def share_here(self) -> float:
         """The share of the layers whose K and V are in this machine's main memory."""
-        n, away = self.geometry.n_layer, self.model.n_away
-        return 1 - (n if away is None else min(away, n)) / n + len(self.kv_in_memory) / n
+        share = share_here(self.geometry, self.model.n_away)
+        return share + len(self.kv_in_memory) / self.geometry.n_layer
 
     def _context(self, settings: Settings) -> int:
         params = settings.params(self.lib)
-        params.offload_kqv = self.model.kv_offload is not False
+        params.offload_kqv = self.model.place.kv_offload is not False
         if (watch := self.watch) is not None:
             self._on_node = self.lib.ggml_backend_sched_eval_callback(
                 lambda t, ask, _: watch.node(t, ask)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from pyorch.attention.cost import N_BATCH, cache_bytes, mapped_bytes, shadow_bytes
+from pyorch.attention.cost import N_BATCH
 from pyorch.attention.placement import Cache
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec, check_against_model, parse_spec
@@ -93,6 +94,41 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where a model goes; its fields are keywords of `load` and `load_model`.
+
+    n_gpu_layers    how many layers go to the GPU, or to the workers; None is llama.cpp's default,
+                    all. The first layers stay
+    kv_offload      whether K and V of the layers on a GPU lie there, too. False keeps them in
+                    memory, where our attention reads them on the CPU. None does so with those of as
+                    many layers as do not fit on GPUs of this machine when a session is made, whose
+                    `kv_in_memory` names them
+    placed          called with each session that keeps K and V in memory
+    workers         HOST:PORT of the other machines that hold these layers, in their order
+    tensor_split    in what proportion the GPUs, or the devices of the workers, share them; by
+                    default as their free memory
+    numa            one of llama.cpp's strategies, a key of `NUMA`; a process's first one counts
+    repack          whether llama.cpp may rearrange the weights for its CPU kernels, as it does by
+                    default: it may decode faster with that, and read prompts faster without. It may
+                    not where the weights exceed the memory: its copy of them cannot be dropped
+    """
+
+    n_gpu_layers: int | None = None
+    kv_offload: bool | None = None
+    placed: Callable[[Any], None] | None = None
+    workers: Sequence[str] = ()
+    tensor_split: Sequence[float] = ()
+    numa: str = ""
+    repack: bool = True
+
+    def n_away(self, has_memory: bool) -> int | None:
+        """That of `SessionOptions`. has_memory: of a GPU's own. The output counts as a layer."""
+        if not (self.workers or (has_memory and self.kv_offload is not False)):
+            return 0
+        return None if self.n_gpu_layers is None else max(self.n_gpu_layers - 1, 0)
+
+
+@dataclass(frozen=True)
 class SessionOptions:
     """The settings of a session; its fields are keywords of `load` and `Model.session`.
 
@@ -110,7 +146,8 @@ class SessionOptions:
     n_sequences     sequences that `parallel` decodes together, each with `n_ctx` positions
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
-    n_away          layers whose weights, K and V are on a GPU or other machines; None is all
+    n_away          layers whose weights, K and V are in a GPU's own memory or on other machines;
+                    None is all
     swa_full        layers with a sliding window keep all positions, so that a session can go back
                     to any of them at once; otherwise the window and a batch, as llama.cpp's own
                     programs do
@@ -130,32 +167,20 @@ class SessionOptions:
     swa_full: bool = False
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a context. `types` are those of K and V in the cache; `attention` is None if
-    none was given. `left` is how many bytes of memory all of it leaves, below 0 where the weights
-    do not fit."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Cache):
+    """The settings of a context; `spec` is None if none was given. `left` is how many bytes of
+    memory all of it leaves, below 0 where the weights do not fit."""
 
-    n_ctx: int
     n_threads: int
-    n_batch: int
-    types: tuple[TensorType, TensorType]
     flash_attn: bool
-    attention: AttentionSpec | None
     rope: Rope
-    n_sequences: int
-    swa_full: bool
     left: int
 
     @property
     def lacking(self) -> int:
         """The bytes of the weights that do not fit into the memory."""
         return max(-self.left, 0)
-
-    def cache(self, geo: Geometry) -> Cache:
-        """What such a context of a model keeps."""
-        sizes = self.types, self.n_ctx, self.n_batch, self.n_sequences
-        return Cache(geo, self.attention, *sizes, self.swa_full)
 
     def params(self, lib: ModuleType) -> ctypes.Structure:
         """A new `llama_context_params` with these settings."""
@@ -186,25 +211,19 @@ def settings_for(file: GGUFFile, options: SessionOptions) -> Settings:
     types = cache_type(o.type_k), cache_type(o.type_v)
     spec = attention_for(o.attention, file.path, geo) if o.attention is not None else None
     n_batch = min(o.n_batch or batch_size(n_ctx), n_ctx)
-    shadow = shadow_bytes(geo, n_ctx, spec) if spec is not None else 0
-    away = geo.n_layer if o.n_away is None else min(o.n_away, geo.n_layer)
-    share = 1 - away / max(geo.n_layer, 1)
-    kv = o.n_sequences * cache_bytes(geo, n_ctx, *types, None if o.swa_full else n_batch)
-    kv -= mapped_bytes(geo, min(o.n_mapped, n_ctx), *types)
-    shadow = int(share * o.n_sequences * shadow)
-    left = check_memory(file, int(share * kv), shadow, share, n_batch)
+    cache = Cache(geo, spec, types, n_ctx, n_batch, o.n_sequences, o.swa_full)
+    mapped = replace(cache, n_ctx=min(o.n_mapped, n_ctx), n_sequences=1)
+    kv = cache.kv_bytes() - mapped.kv_bytes(set(geo.own_layers) & set(geo.full_layers))
+    share = share_here(geo, o.n_away)
+    left = check_memory(file, int(share * kv), int(share * cache.shadow_bytes()), share, n_batch)
     n_threads = min(o.n_threads or usable_cores(), MAX_THREADS)
-    sizes = n_ctx, n_threads, n_batch
-    return Settings(*sizes, types, o.flash_attn, spec, rope, o.n_sequences, o.swa_full, left)
+    more: dict[str, Any] = {"n_threads": n_threads, "flash_attn": o.flash_attn, "left": left}
+    return Settings(**vars(cache), rope=rope, **more)
 
 
-def layers_away(
-    workers: Sequence[str], n_gpu_layers: int | None, kv_offload: bool | None, has_gpu: bool
-) -> int | None:
-    """The `n_away` of `SessionOptions`. llama.cpp counts the output as one more layer."""
-    if not (workers or (has_gpu and kv_offload is not False)):
-        return 0
-    return None if n_gpu_layers is None else max(n_gpu_layers - 1, 0)
+def share_here(geo: Geometry, n_away: int | None) -> float:
+    """The share of the layers that are not away, as `SessionOptions` has it."""
+    return 1 - (geo.n_layer if n_away is None else min(n_away, geo.n_layer)) / max(geo.n_layer, 1)
 
 
 def attention_for(attention: AttentionSpec | str, model: Path, geo: Geometry) -> AttentionSpec:

@@ -44,12 +44,9 @@ def rows(name: str, file: Path | None) -> list[Row]:
 
 
 def _read(file: Path) -> list[Row]:
-    try:
-        if file.suffix == ".parquet":
-            return _parquet(file)
-        text = read_text(file)
-    except OSError as e:
-        raise SparqError(f"{file}: {e.strerror or e}", FORMATS) from None
+    if file.suffix == ".parquet":
+        return _parquet(file)
+    text = read_text(file, FORMATS)
     try:
         whole = json.loads(text)
     except ValueError:

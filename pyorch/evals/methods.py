@@ -69,7 +69,7 @@ class Runner:
         methods: Sequence[Method],
         recall: bool,
         *,
-        placement: engine.Placement | None = None,
+        placement: engine.Placement = engine.Placement(),  # noqa: B008  it is frozen
         document: engine.Document | None = None,
         **options: Any,
     ) -> None:
@@ -88,7 +88,7 @@ class Runner:
         native = [m for m in methods if not isinstance(m, Policy)]
         dense = {**options, "attention": "off"}
         with ExitStack() as opened:
-            loaded = opened.enter_context(engine.load_model(model, **(placement or {})))
+            loaded = opened.enter_context(engine.load_model(model, **vars(placement)))
             self.session = loaded.session(**dense)  # it also tokenises
             self._by_reader = {EXACT: self.session}
             for by in dict.fromkeys(map(reader, native)):

@@ -19,7 +19,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class EvalPlan:
     setup: Mapping[str, Any]
     data: Mapping[str, Path]
     options: engine.SessionOptions
-    placement: engine.Placement = field(default_factory=engine.Placement)
+    placement: engine.Placement = engine.Placement()
     document: engine.Document | None = None
 
 
@@ -300,11 +300,11 @@ def _where(placement: engine.Placement) -> dict[str, Any]:
     """What a record says of the place of a model, if it is not the usual: of workers the number,
     since they are the same at another address."""
     known: dict[str, Any] = {
-        "n_gpu_layers": placement.get("n_gpu_layers"),
-        "numa": placement.get("numa") or None,
-        "n_workers": len(placement.get("workers") or ()) or None,
-        "repack": None if placement.get("repack", True) else False,
-        "kv_offload": placement.get("kv_offload"),
-        "tensor_split": placement.get("tensor_split") or None,
+        "n_gpu_layers": placement.n_gpu_layers,
+        "numa": placement.numa or None,
+        "n_workers": len(placement.workers) or None,
+        "repack": None if placement.repack else False,
+        "kv_offload": placement.kv_offload,
+        "tensor_split": placement.tensor_split or None,
     }
     return {name: value for name, value in known.items() if value is not None}

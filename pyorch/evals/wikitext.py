@@ -32,10 +32,7 @@ def articles(file: Path | None) -> list[str]:
         SparqError: the data cannot be read.
     """
     if file is not None and file.suffix not in (".json", ".jsonl", ".parquet"):
-        try:
-            text = read_text(file)
-        except OSError as e:
-            raise SparqError(f"{file}: {e.strerror or e}", "--data takes wiki.valid.raw") from None
+        text = read_text(file, "--data takes wiki.valid.raw")
     else:
         rows = data.rows("wikitext", file)
         if "page" in rows[0]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from pyorch.attention.cost import N_BATCH, cache_bytes, shadow_bytes
+from pyorch.attention.placement import Cache
 from pyorch.engine import cache_type
 from pyorch.measure import records
 from pyorch.measure.bandwidth import BUFFER_BYTES
@@ -126,16 +126,16 @@ class Place:
             buffers: the bytes of the MemoryReader.
         """
         n_positions, type_k, type_v = cache
-        specs = {side.place: side.spec for side in sides}.values()
-        each = cache_bytes(geo, n_positions, cache_type(type_k), cache_type(type_v), N_BATCH)
-        shadows = sum(shadow_bytes(geo, n_positions, spec) for spec in specs)  # stock has none
+        types_of, specs = (cache_type(type_k), cache_type(type_v)), {x.place: x.spec for x in sides}
+        caches = [Cache(geo, spec, types_of, n_positions) for spec in specs.values()]
+        each, shadows = caches[0].kv_bytes(), sum(cache.shadow_bytes() for cache in caches)
         weights = geo.weight_bytes
         if self.on_gpu:
-            return int((weights + each + PROCESS_BYTES) * len(specs) + shadows)
+            return int((weights + each + PROCESS_BYTES) * len(caches) + shadows)
         if self.repack and any(t.lower() in rearranged_types() for t in types):
-            weights *= 1 + len(specs)
+            weights *= 1 + len(caches)
         each_process = each + FORGET_BYTES + PROCESS_BYTES
-        return weights + each_process * len(specs) + shadows + each + buffers
+        return weights + each_process * len(caches) + shadows + each + buffers
 
     def fitting(
         self, like: str, quant: str, sides: Sequence[Side], cache: tuple[int, str, str]

@@ -33,6 +33,13 @@ class Side:
         return name if self.library == "stock" else f"{name} {self.spec.shadow}"
 
     @property
+    def counter(self) -> str:
+        """What counts its attention calls; "" for llama.cpp's own, which nobody counts."""
+        if self.spec == OFF:
+            return ""
+        return "calls_sparse" if self.spec.sparse else "calls_dense_op"
+
+    @property
     def label(self) -> str:
         return self.place if self.library == "stock" else str(self.spec)
 

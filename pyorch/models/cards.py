@@ -164,8 +164,7 @@ class Card:
         geo = self.geometry
         if geo.is_mla:  # the one vector that llama.cpp keeps
             return 2 * self.n_layer * self.head_dim
-        own = [il for il in geo.kv_layers if il < self.n_own_cache]
-        return 2 * sum(geo.n_head_kv[il] * sum(geo.head_dims(il)) for il in own)
+        return 2 * sum(geo.n_head_kv[il] * sum(geo.head_dims(il)) for il in geo.own_layers)
 
 
 def names() -> tuple[str, ...]:

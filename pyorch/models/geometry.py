@@ -46,6 +46,16 @@ class Geometry:
         return [il for il, n in enumerate(self.n_head_kv) if n > 0]
 
     @property
+    def full_layers(self) -> list[int]:
+        """Those of them without a window."""
+        return [il for il in self.kv_layers if not self.windows.of(il)]
+
+    @property
+    def own_layers(self) -> list[int]:
+        """Those of them with a cache of their own."""
+        return [il for il in self.kv_layers if il < self.n_own_cache]
+
+    @property
     def why_dense(self) -> str:
         """Why no layer of this model can be sparse, in the words of the library; "" if one can."""
         latent = "multi-head latent attention" if self.is_mla else ""

@@ -6,15 +6,7 @@ import ctypes
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from typing import Any
 
-from pyorch.native.params import (
-    AttendParams,
-    PrefillParams,
-    ScoreParams,
-    ScoreSelectParams,
-    SealParams,
-    SelectParams,
-)
-from pyorch.native.slots import Sources
+from pyorch.native import slots
 from pyorch.native.tensor import InitParams, Tensor
 
 TensorPtr = POINTER(Tensor)
@@ -36,14 +28,14 @@ class Plan(ctypes.Structure):
 
 
 CONSTRUCTORS = {  # of our nodes from named sources; the last two make several
-    "sparse_attn_seal": SealParams,
-    "sparse_attn_score": ScoreParams,
-    "sparse_attn_select": SelectParams,
-    "sparse_attn_score_select": ScoreSelectParams,
-    "sparse_attn_attend": AttendParams,
-    "sparse_attn_prefill": PrefillParams,
-    "sparq_attn": ScoreSelectParams,
-    "topk_attn": ScoreSelectParams,
+    "sparse_attn_seal": slots.SealParams,
+    "sparse_attn_score": slots.ScoreParams,
+    "sparse_attn_select": slots.SelectParams,
+    "sparse_attn_score_select": slots.ScoreSelectParams,
+    "sparse_attn_attend": slots.AttendParams,
+    "sparse_attn_prefill": slots.PrefillParams,
+    "sparq_attn": slots.ScoreSelectParams,
+    "topk_attn": slots.ScoreSelectParams,
 }
 
 # the result and the arguments of each
@@ -69,7 +61,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ggml_graph_node": (_T, _P, c_int),
     # our ops
     "ggml_sparse_attn_visible": (_T, _P, _T),
-    **{f"ggml_{name}": (_T, _P, POINTER(Sources), of) for name, of in CONSTRUCTORS.items()},
+    **{f"ggml_{name}": (_T, _P, POINTER(slots.Sources), of) for name, of in CONSTRUCTORS.items()},
     # the CPU
     "ggml_cpu_init": (None,),
     "ggml_graph_plan": (Plan, _P, c_int, _P),

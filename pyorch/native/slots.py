@@ -1,12 +1,13 @@
-"""The ops of our nodes, and the slots of their sources in `src[]`, for code that reads nodes while
-they run.
+"""The ops of our nodes, their parameters, and the slots of their sources in `src[]`, for code that
+makes nodes, or reads them while they run.
 
-This mirrors ggml_ops/ggml-sparse.h and ggml-sparse-nodes.h; tests compare them.
+This mirrors ggml_ops/ggml-sparse.h, sparse-params.h and ggml-sparse-nodes.h; tests compare them.
 """
 
 from __future__ import annotations
 
 import ctypes
+from ctypes import c_float, c_int32
 from typing import Any
 
 from pyorch.native.tensor import Tensor, source
@@ -59,3 +60,42 @@ def sources(**tensors: Any) -> Sources:
 def source_of(t: Tensor, name: str) -> Tensor | None:
     """A source of one of our nodes; None if it was not given. KeyError: the op has none of it."""
     return source(t, SLOTS[t.op_params[0]][name])
+
+
+# ---- parameters ----
+
+# the counters of `stats`, in their order
+STATS = (
+    *("attend_sparse", "attend_dense", "pos_visible", "pos_read"),
+    *("bytes_score", "bytes_attend", "bytes_dense", "groups_sealed"),
+    *("prefill", "prefill_fast", "prefill_visible", "prefill_read"),
+)
+
+
+def _params(name: str, **types: type) -> Any:
+    """A struct of these fields, in their order."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(types.items())})
+
+
+_LOGIT = {"scale": c_float, "max_bias": c_float, "softcap": c_float}
+_BITS = {"n_bit": c_int32, "n_rot": c_int32}
+
+SealParams = _params("SealParams", **_BITS)
+ScoreParams = _params("ScoreParams", rank=c_int32, **_LOGIT, **_BITS, i_rank=c_int32)
+AttendParams = _params("AttendParams", **_LOGIT, mean_v=c_int32)
+PrefillParams = _params("PrefillParams", **_LOGIT, fast=c_int32, keep=c_float)
+
+
+class SelectParams(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        *((name, c_int32) for name in ("topk_max", "n_head_kv", "n_local_max", "rest")),
+        ("top_p", c_float),
+        *((name, c_int32) for name in ("i_k", "i_forced")),
+    ]
+
+    def __init__(self, *args: Any, i_forced: int = 2, **kwargs: Any) -> None:
+        """By default `wanted` is k, l and the forced cells, as for a model of one layer."""
+        super().__init__(*args, i_forced=i_forced, **kwargs)
+
+
+ScoreSelectParams = _params("ScoreSelectParams", score=ScoreParams, select=SelectParams)

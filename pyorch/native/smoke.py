@@ -28,9 +28,8 @@ import numpy as np
 from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
-from pyorch.native.params import PrefillParams
 from pyorch.native.prototypes import declare
-from pyorch.native.slots import sources
+from pyorch.native.slots import PrefillParams, sources
 from pyorch.native.tensor import InitParams
 
 # What a backend of the CPU may leave out: the feature by the name of the buffer that has it.

@@ -17,7 +17,8 @@ from llama import Context, Model, SpecError, bindings, log_text
 from run import N_CTX, N_PROMPT, N_STEP, OURS, PLAIN, SPARSE, read, step
 from suite import Outcome
 
-from pyorch.attention.cost import layer_costs, shadow_bytes
+from pyorch.attention.cost import layer_costs
+from pyorch.attention.placement import Cache
 from pyorch.attention.spec import parse_spec
 from pyorch.ggml import BY_NAME
 from pyorch.models.geometry import geometry
@@ -162,7 +163,8 @@ def explain_agrees(model: Path, ours: Outcome) -> None:
         if ours.refused(case):
             continue
         info = ours.info(case)
-        kv = BY_NAME[PLAIN[OURS[case][0]].get("type_k", "f16")].bytes_per_element
+        kind = BY_NAME[PLAIN[OURS[case][0]].get("type_k", "f16")]
+        kv = kind.bytes_per_element
         costs = [
             x
             for n_pos in range(N_PROMPT + 1, N_PROMPT + N_STEP + 1)
@@ -177,7 +179,7 @@ def explain_agrees(model: Path, ours: Outcome) -> None:
         # within the tail that is not sealed
         read = sum(x.bytes_read for x in costs)
         assert read == pytest.approx(counters["bytes_read"], rel=0.01), case
-        assert info["shadow_bytes"] == shadow_bytes(geo, N_CTX, spec), case
+        assert info["shadow_bytes"] == Cache(geo, spec, (kind, kind), N_CTX).shadow_bytes(), case
 
 
 # ---- the table ----

@@ -20,7 +20,7 @@ from tiny_gguf import text_of, write_tiny_gguf
 
 import pyorch
 from pyorch import engine, paths
-from pyorch.attention.cost import layer_costs, shadow_bytes
+from pyorch.attention.cost import layer_costs
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.engine import Rope, Sampling
 from pyorch.engine.sampling import REPEAT_LAST_N
@@ -311,7 +311,7 @@ def test_byte_model_agrees_with_the_library(tiny: Path, line: str, types: tuple[
         expected = sum(c.bytes_read for c in costs)
         assert info.counter("bytes_read") == pytest.approx(expected, rel=0.01)
         if spec.method == "sparq":
-            assert info.shadow_bytes == shadow_bytes(s.geometry, s.n_ctx, spec)
+            assert info.shadow_bytes == s.settings.shadow_bytes()
 
 
 def test_top_p_reads_less_within_its_cap(session: engine.Session) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pyorch import engine
-from pyorch.attention.cost import cache_bytes, split
+from pyorch.attention.cost import split
+from pyorch.attention.placement import Cache
 from pyorch.attention.spec import parse_spec
 from pyorch.errors import SparqError
 from pyorch.models import cards, layers, synth
@@ -68,7 +69,8 @@ def test_weights_that_a_token_reads(name: str, n: float) -> None:
 )
 def test_kv_bytes_of_known_models(name: str, kib: float) -> None:
     c, f16 = cards.load(name), engine.cache_type("f16")
-    assert c.kv_bytes == cache_bytes(c.geometry, 1, f16, f16) == kib * 1024
+    cache = Cache(c.geometry, None, (f16, f16), 1, swa_full=True)
+    assert c.kv_bytes == cache.kv_bytes() == kib * 1024
 
 
 def test_architectures_are_those_of_the_pinned_source(unpacked: Callable[[str], Path]) -> None:

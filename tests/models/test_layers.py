@@ -13,8 +13,10 @@ import pytest
 import tiny as tiny_models
 
 from pyorch import engine
-from pyorch.attention.cost import cache_bytes, layer_costs, shadow_bytes
+from pyorch.attention.cost import layer_costs
+from pyorch.attention.placement import Cache
 from pyorch.attention.spec import parse_spec
+from pyorch.ggml import CACHE_TYPES
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_checks import TEXTLESS, WHOLE_ROPE
 from pyorch.models.gguf_file import read_gguf
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
 # no model of ours: drafts of another model, an encoder, and caches of another kind
 OTHERS = {"deepseek4", "dflash", "gemma4-assistant", "gemma-embedding", "modern-bert"}
+F16 = (CACHE_TYPES["f16"],) * 2
 LENGTH = "attention.sliding_window"
 
 
@@ -111,18 +114,17 @@ def test_memory_is_what_the_library_takes(
     sizes = {"head_dim": 64} if n_elements else {}
     file = tiny_models.write(tmp_path / "m.gguf", arch, n_layer=7, **sizes)
     caplog.set_level(logging.INFO, "pyorch.llama")
-    with engine.load(file, n_ctx=4096, n_threads=1, swa_full=full) as s:
-        geo, f16 = s.geometry, engine.cache_type("f16")
-    predicted = cache_bytes(geo, 4096, f16, f16, None if full else 512)
+    spec = parse_spec("sparq,ratio=1/8")
+    with engine.load(file, n_ctx=4096, n_threads=1, swa_full=full, attention=spec) as s:
+        geo, predicted, shadow = s.geometry, s.settings.kv_bytes(), s.settings.shadow_bytes()
     mib = map(float, re.findall(r"llama_kv_cache: size = +([\d.]+) MiB", caplog.text))
     assert sum(mib) == pytest.approx(predicted / 2**20, abs=0.005)
     if n_elements:
         assert predicted == 2 * n_elements
         return
-    spec = parse_spec("sparq,ratio=1/8")
     costs = layer_costs(geo, spec, 4096)
     assert sum(c.bytes_dense for c in costs) == sum(c.bytes_read for c in costs) == predicted
-    assert not any(c.ours for c in costs) and shadow_bytes(geo, 4096, spec) == 0
+    assert not any(c.ours for c in costs) and shadow == 0
 
 
 def test_a_file_that_llama_cpp_saved_is_read(tmp_path: Path) -> None:
@@ -143,7 +145,8 @@ def test_nothing_is_promised_where_the_library_runs_dense(tmp_path: Path) -> Non
         costs = layer_costs(geo, spec, 4096)
         assert {(c.split.reason, c.ours) for c in costs} == {(why, False)}
         assert sum(c.bytes_read for c in costs) == sum(c.bytes_dense for c in costs)
-        assert shadow_bytes(geo, 4096, spec) == 0 < shadow_bytes(llama, 4096, spec)
+        dense, sparse = (Cache(g, spec, F16, 4096).shadow_bytes() for g in (geo, llama))
+        assert dense == 0 < sparse
 
 
 def test_recurrent_layers_are_known_by_their_weights(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from cases import BLOCKS, bf16_bits, row_bytes, to_blocks
 from cpu import has_fast
 
 from pyorch.ggml import BY_NAME
-from pyorch.native.params import (  # noqa: F401  the tests have them from here
+from pyorch.native.prototypes import TensorPtr, declare  # noqa: F401
+from pyorch.native.slots import (  # noqa: F401  the tests have them from here
     STATS,
     AttendParams,
     PrefillParams,
@@ -31,9 +32,8 @@ from pyorch.native.params import (  # noqa: F401  the tests have them from here
     ScoreSelectParams,
     SealParams,
     SelectParams,
+    sources,
 )
-from pyorch.native.prototypes import TensorPtr, declare  # noqa: F401
-from pyorch.native.slots import sources
 from pyorch.native.tensor import InitParams, Tensor
 
 CONTEXT = 1 << 20  # bytes for the structs of the tensors and the graph

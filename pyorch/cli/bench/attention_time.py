@@ -12,7 +12,7 @@ variants take turns (A B C, C B A, ...), a few tokens each: if the machine slows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -30,13 +30,13 @@ from pyorch.cli.bench.comparison import (
     printer,
     types_of,
 )
-from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing
+from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing, same
 from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.measure.bandwidth import MemoryReader
-from pyorch.measure.process import Process, Processes
+from pyorch.measure.process import Processes
 from pyorch.measure.records import Record, Result, optional, spread
-from pyorch.measure.turns import OFF, check_dense, in_turns, refuse_idle, sides
+from pyorch.measure.turns import check_dense, in_turns, refuse_idle, sides
 from pyorch.models import synth
 from pyorch.table import columns, number
 
@@ -95,27 +95,12 @@ def groups(o: CompareOptions) -> list[list[AttentionCase]]:
     for like, type_k, type_v, n_depth, n_threads in product(
         o.like or LIKE_BOTH, o.type_k, o.type_v, depths, o.threads
     ):
-        shape = _shape(like, o.n_layer)
-        planned.append(
-            [
-                AttentionCase(
-                    like=like,
-                    n_layer=shape.n_layer,
-                    n_head=shape.n_head,
-                    n_head_kv=shape.n_head_kv,
-                    head_dim=shape.head_dim,
-                    n_depth=n_depth,
-                    type_k=type_k,
-                    type_v=type_v,
-                    n_threads=n_threads,
-                    n_samples=o.repetitions * TURN,
-                    numa=o.numa or "",
-                    n_embd=N_EMBD,
-                    **side,
-                )
-                for side in sides((False, True), type_v, specs)
-            ]
-        )
+        shared = same(_shape(like, o.n_layer), AttentionCase)
+        shared |= {"like": like, "n_depth": n_depth, "type_k": type_k, "type_v": type_v}
+        shared |= {"n_threads": n_threads, "numa": o.numa or ""}
+        shared |= {"n_samples": o.repetitions * TURN}
+        who = sides((False, True), type_v, specs)
+        planned.append([AttentionCase(**shared, **side) for side in who])
     return planned
 
 
@@ -144,9 +129,9 @@ def measure(_: CompareOptions, group: Sequence[AttentionCase], done: Done) -> li
     reader = MemoryReader(first.n_threads)
     with Processes() as processes:
         for case in {c.place: c for c in group}.values():
-            same = ["n_threads", "flash_attn", "type_k", "type_v", "numa"]
+            names = ["n_threads", "flash_attn", "type_k", "type_v", "numa"]
             processes.start(case.place, case.library).open(
-                model=str(model), n_ctx=case.n_depth, **{x: getattr(case, x) for x in same}
+                model=str(model), n_ctx=case.n_depth, **{x: getattr(case, x) for x in names}
             )
         base, bandwidth = _at(BASE, group, processes, reader, lambda x: done(0.3 * x))
         full, at_s = _at(first.n_depth, group, processes, reader, lambda x: done(0.3 + 0.7 * x))
@@ -175,7 +160,10 @@ def _at(
     """Times all cases at a position, as `in_turns` does."""
     for place in processes.values():
         place.fill(n_pos=n_pos - 1, seed=group[0].seed)
-    prepare(group, lambda c: processes[c.place], check=n_pos > BASE)
+    if n_pos > BASE:
+        check_dense(group, lambda c: processes[c.place], n_pos)
+    for case in group:  # everything is sealed before timing starts
+        processes[case.place].attention(spec=str(case.spec))
 
     def once(case: AttentionCase, turn: int) -> Any:
         processes[case.place].attention(spec=str(case.spec))
@@ -184,26 +172,15 @@ def _at(
     return in_turns(group, range(group[0].n_samples // TURN), once, reader, done)
 
 
-def prepare(
-    group: Sequence[AttentionCase], process_of: Callable[[AttentionCase], Process], *, check: bool
-) -> None:
-    """Seal everything before timing starts. `check` makes sure that no wrong kernel is timed."""
-    if check:
-        check_dense(group, process_of, group[0].n_depth)
-    for case in group:
-        process_of(case).attention(spec=str(case.spec))
-
-
 def check_calls(case: AttentionCase, counters: dict[str, int]) -> None:
     """Refuse to report a row of ours unless every layer of every timed token ran as it says.
 
     Raises:
         SparqError: some or all did not.
     """
-    if case.library == "sparq" and case.spec != OFF:
-        name = "calls_sparse" if case.spec.sparse else "calls_dense_op"
+    if case.counter:
         what = f"{case.label} at {case.n_depth} positions"
-        refuse_idle(what, counters, name, case.n_samples * case.n_layer)
+        refuse_idle(what, counters, case.counter, case.n_samples * case.n_layer)
 
 
 def _bytes(case: AttentionCase, counters: dict[str, int], n_pos: int) -> int:

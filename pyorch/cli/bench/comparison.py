@@ -86,7 +86,6 @@ class CompareOptions:
         "--repetitions",
         type=click.IntRange(1),
         default=5,
-        show_default=True,
         help="Repeat each test this many times.",
     )
     numa: str | None = opt.numa_option()
@@ -95,7 +94,6 @@ class CompareOptions:
         "--output",
         type=click.Choice(["md", "csv", "json", "jsonl"]),
         default="md",
-        show_default=True,
         help="Format of the table.",
     )
 
@@ -127,7 +125,6 @@ class SpeedOptions(CompareOptions, _Models):
         "--quant",
         type=click.Choice(QUANTS),
         default="q8_0",
-        show_default=True,
         help="Weights of the synthetic model.",
     )
     n_prompt: list[int] = several(

@@ -88,7 +88,9 @@ class SpeedCase(CacheCase):
 
     @property
     def test(self) -> str:
-        return test_name(self.n_prompt, self.n_gen, self.n_depth)
+        """The name of the test as llama-bench prints it: `tg16 @ d4096`."""
+        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return f"{name} @ d{self.n_depth}" if self.n_depth else name
 
     @property
     def n_batch(self) -> int:
@@ -105,12 +107,6 @@ def room_for(n_depth: int, n_tokens: int) -> int:
     """The positions of a cache that a test needs, with one to spare: the first token of a text
     counts as its prompt, so an empty cache gets one token before ours is checked at the next."""
     return n_depth + max(n_tokens, 1) + 1
-
-
-def test_name(n_prompt: int, n_gen: int, n_depth: int) -> str:
-    """The name of a test as llama-bench prints it: `tg16 @ d4096`."""
-    name = f"pp{n_prompt}" if n_prompt else f"tg{n_gen}"
-    return f"{name} @ d{n_depth}" if n_depth else name
 
 
 def calibration(spec: AttentionSpec, model: Path) -> str:
@@ -374,12 +370,9 @@ def check_calls(case: SpeedCase, counters: Mapping[str, int], n_layer: int) -> N
             prompt with SparQ on sealed too few groups of positions.
     """
     what, calls = f"{case.label}, {case.test}", n_layer * case.repetitions
-    if case.library == "stock" or case.spec == OFF:
-        return
-    if case.n_gen:
+    if case.n_gen and case.counter:
         n_decoded = case.n_gen - (case.n_depth == 0)  # the first token of a text is its prompt
-        name = "calls_sparse" if case.spec.sparse else "calls_dense_op"
-        refuse_idle(what, counters, name, calls * n_decoded)
+        refuse_idle(what, counters, case.counter, calls * n_decoded)
     elif case.spec.method == "sparq":
         # the last batch's groups are left to the tokens that follow
         n_groups = max(case.n_prompt - N_BATCH, 0) // GROUP
@@ -445,6 +438,7 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "stddev_ns": round(statistics.stdev(tests)) if len(tests) > 1 else 0,
         "avg_ts": statistics.fmean(speeds),
         "stddev_ts": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
+        "test": c.test,
         "sparse_attn": c.spec,
         "median_ns": round(mid),
         "p10_ns": round(low),
@@ -471,11 +465,6 @@ def label(row: Row) -> str:
         whose = "our" if row["calls_prefill"] else "llama.cpp's"
         return f"{row['sparse_attn']}, {whose} prefill"
     return str(row["sparse_attn"]) + (", dense: below min_ctx" if row["below_min_ctx"] else "")
-
-
-def test(row: Row) -> str:
-    """The name of a row's test, as llama-bench prints it."""
-    return test_name(row["n_prompt"], row["n_gen"], row["n_depth"])
 
 
 # shown if rows differ in it
@@ -506,7 +495,7 @@ def markdown(recs: Sequence[Record]) -> str:
         "type_k": lambda r: r["type_k"],
         "type_v": lambda r: r["type_v"],
         "attention": lambda r: f"`{label(r)}`",
-        "test": test,
+        "test": lambda r: r["test"],
         "t/s": lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",
         "ms (p10-p90)": lambda r: (
             f"{r['median_ns'] / 1e6:.2f} ({r['p10_ns'] / 1e6:.2f}-{r['p90_ns'] / 1e6:.2f})"
