@@ -17,9 +17,6 @@
 #define GGML_SPARSE_SRC_ATTEND(X)       X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4) X(sealed, 5) X(v, 6)   X(v_sum, 7)   X(sel, 8)    X(visible, 9)
 #define GGML_SPARSE_SRC_PREFILL(X)      X(q, 0)      X(k, 1) X(mask, 2) X(sinks, 3) X(stats, 4)              X(v, 6)
 
-// X(step), in the order of enum ggml_sparse_attn_op
-#define GGML_SPARSE_STEPS(X) X(SEAL) X(VISIBLE) X(SCORE) X(SELECT) X(SCORE_SELECT) X(ATTEND) X(PREFILL)
-
 static inline struct ggml_sparse_src ggml_sparse_src_of(const struct ggml_tensor * node) {
     struct ggml_sparse_src res;
     memset(&res, 0, sizeof(res));

@@ -57,50 +57,12 @@ static inline int ggml_sparse_kv_block(enum ggml_type type) {
 #define GGML_SPARSE_HUGE_PAGE (2*1024*1024)
 static inline int ggml_sparse_alignment(size_t size) { return size >= 2*GGML_SPARSE_HUGE_PAGE ? GGML_SPARSE_HUGE_PAGE : 64; }
 
-enum ggml_sparse_attn_op {
-    GGML_SPARSE_ATTN_SEAL,
-    GGML_SPARSE_ATTN_VISIBLE,
-    GGML_SPARSE_ATTN_SCORE,
-    GGML_SPARSE_ATTN_SELECT,
-    GGML_SPARSE_ATTN_SCORE_SELECT,
-    GGML_SPARSE_ATTN_ATTEND,
-    GGML_SPARSE_ATTN_PREFILL,
-    GGML_SPARSE_ATTN_COUNT,
-};
-
-// counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in the memory of the device that runs them
-#define GGML_SPARSE_STATS(X) \
-    X(ATTEND_SPARSE)   /* ATTEND over a selection, per (token, node); here and below not of tokens that see nothing */ \
-    X(ATTEND_DENSE)    /* ATTEND over all positions, per (token, node) */ \
-    X(POS_VISIBLE)     /* visible positions, summed over (token, KV head, node) */ \
-    X(POS_READ)        /* positions whose K and V rows ATTEND read, likewise */ \
-    X(BYTES_SCORE)     /* bytes of k_t and K that SCORE or SCORE_SELECT had to read */ \
-    X(BYTES_ATTEND)    /* bytes of K, V and v_sum that ATTEND had to read */ \
-    X(BYTES_DENSE)     /* bytes of all visible K and V rows: what dense attention reads */ \
-    X(GROUPS_SEALED)   /* groups sealed, per node */ \
-    X(PREFILL)         /* PREFILL, per (token, node) */ \
-    X(PREFILL_FAST)    /* products of few bits in PREFILL, per (token, query head, block of positions, node) */ \
-    X(PREFILL_VISIBLE) /* positions among which PREFILL chose, summed over (token, query head, node) .. */ \
-    X(PREFILL_READ)    /* .. and those of them that it read */
-
-enum ggml_sparse_stat {
-#define X(name) GGML_SPARSE_STAT_##name,
-    GGML_SPARSE_STATS(X)
-#undef X
-            GGML_SPARSE_STAT_COUNT,
-};
-
 // ---- the seven sub-operations ----
 
 // Where a step gets its tensors from, by name. A constructor reads those that its step has (the table in ggml-sparse-nodes.h); what is optional may be
 // NULL
 struct ggml_sparse_src {
     struct ggml_tensor * q, * k, * v, * mask, * sinks, * stats, * sealed, * k_t, * k_range, * v_sum, * visible, * wanted, * logits, * sel, * list;
-};
-
-struct ggml_sparse_seal_params {
-    int32_t n_bit;      // of k_t, see sparse-codes.h
-    int32_t n_rot;      // > 0: K is rotated, k_t is not
 };
 
 // SEAL
@@ -121,8 +83,8 @@ struct ggml_sparse_seal_params {
 //   res    a view of k_t
 //   values beyond the range of f16 are clamped to +-GGML_SPARSE_SHADOW_MAX (k_t only ranks)
 //
-//   SEAL writes v_sum, k_range and stats through src[]; only k_t is its result, through which a graph can show that SCORE comes after it. A backend
-//   that orders nodes by what they read and write, and not as they stand in the graph, has to order ATTEND after SEAL by itself
+//   Only k_t is SEAL's result; v_sum, k_range and stats it writes through src[]. SCORE reads that result, and ATTEND the selection that follows from it, so
+//   both come after SEAL in whatever order the sources allow. Of two SEALs in a graph only their places tell which is first
 GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
         struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_seal_params params);
 
@@ -130,16 +92,6 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_seal(
 //   mask   [n_kv, n_tok, 1, n_stream]               f16      -inf hides a position; otherwise a bias (ALiBi) or 0
 //   res    [n_grp, n_tok, 1, n_stream]              i32      number of positions of the group whose mask is not -inf
 GGML_API struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx, struct ggml_tensor * mask);
-
-struct ggml_sparse_score_params {
-    int32_t rank;       // r: components of q kept, 1..d_k; ignored when k_t == NULL
-    float   scale;      // kq_scale, 1/sqrt(d_k) in most models
-    float   max_bias;   // ALiBi: > 0 multiplies the mask by the head's slope
-    float   softcap;    // > 0: logit = softcap*tanh(logit/softcap), before the mask is added
-    int32_t n_bit;      // of k_t, see sparse-codes.h
-    int32_t n_rot;      // > 0: q and K are rotated, k_t is not; without k_t it does not matter
-    int32_t i_rank;     // > 0, of SCORE_SELECT: wanted[i_rank] is the token's own rank, at most `rank`; 0: all tokens have `rank`
-};
 
 // SCORE (step 1)
 //   q        [d_k, n_head, n_tok, n_stream]         f32
@@ -167,16 +119,6 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score(
         struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_score_params params);
 
 #define GGML_SPARSE_SELECT_ALL (-1) // as n_sel: every visible position
-
-struct ggml_sparse_select_params {
-    int32_t topk_max;   // capacity of the result; the k of a token is min(wanted[i_k], topk_max)
-    int32_t n_head_kv;
-    int32_t n_local_max; // of the forced cells, that many are the local window, newest first; the rest are sinks
-    int32_t rest;       // != 0: compute rest (needs a pass of exp over all scores)
-    float   top_p;      // in (0, 1): fewer than k positions, where these carry that share of the mass; else exactly k
-    int32_t i_k;        // wanted[i_k] is k, wanted[i_k + 1] is l: what belongs to the layer
-    int32_t i_forced;   // wanted[i_forced ..] are the forced cells: what all layers share
-};
 
 // SELECT (step 2)
 //   logits   [n_kv, n_head, n_tok, n_stream]        f32      from SCORE
@@ -208,20 +150,8 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_select(
 
 // SCORE_SELECT
 //   sources as for SCORE and SELECT; visible is counted on the way. res and its bits as SELECT(SCORE(..))
-struct ggml_sparse_score_select_params {
-    struct ggml_sparse_score_params  score;
-    struct ggml_sparse_select_params select;
-};
-
 GGML_API struct ggml_tensor * ggml_sparse_attn_score_select(
         struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_score_select_params params);
-
-struct ggml_sparse_attend_params {
-    float   scale;
-    float   max_bias;
-    float   softcap;
-    int32_t mean_v;     // != 0: res = alpha*res + (1 - alpha)*mean of V over all visible positions (eq. 10); needs sel with rest
-};
 
 // ATTEND (steps 2 and 3)
 //   q        [d_k, n_head, n_tok, n_stream]         f32
@@ -244,14 +174,6 @@ struct ggml_sparse_attend_params {
 //   value: its share stays with the selection, so that selecting everything is dense attention
 GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_attend_params params);
-
-struct ggml_sparse_prefill_params {
-    float   scale;
-    float   max_bias;
-    float   softcap;
-    int32_t fast;       // != 0: products of 8 bits and bf16, where the CPU has them
-    float   keep;       // in (0, 1): of the positions that all tokens see, only those are read that carry this share of the mass
-};
 
 // PREFILL
 //   sources as for ATTEND; what ATTEND gives for each token without a selection, but for rounding and for what `keep` leaves out. Made for tokens that

@@ -1,20 +1,16 @@
 #pragma once
 
-// The layout of the shadow, k_t and the sums of V: what the positions are cut into, the types of k_t, and the order of its codes. For the
-// constructors, the ops of every device, the graph, documents and the check of the shadow. It knows nothing of ggml, so that any program may include it.
+// The layout of the shadow: the types of k_t, and the order of its codes. It knows nothing of ggml, so that any program may include it.
 //
 //   A type is known by the bits of a value. 16 bits are the values themselves, in f16. Fewer are codes: a run of positions of a component
 //   shares a scale and a zero, and is coded at once.
 //
-//   A new type begins as a line in the list below, which names it and from which the shapes and the bytes in the counters follow. But codes are
-//   whole or half bytes so far, and a line has a whole number of positions, which 3 bits do not give: another order of codes comes first then.
-//   What knows the bits:
+//   A new type begins as a line in the list below, from which its shapes and bytes follow. Other codes than whole or half bytes need another order of
+//   codes first. What knows the bits:
 //     here       ggml_sparse_coef_max, ggml_sparse_line_pos, ggml_sparse_code_byte, ggml_sparse_code_shift
-//     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, WHOLE_BYTES, add_line_sums, score_lines (the one
-//                of scalars and the one of vectors), and the addresses in score_pass and score_codes
-//     cuda/      sparse-seal.cuh: seal_run (packing), and the assertion in op_seal of sparse-attn.cu; sparse-score.cuh: codes<>,
-//                make_coef, and the address of a thread's codes in score
-//     llama/     sparse-seal.cpp: matches (unpacking), if a code may lie in two bytes; the comments of llama-sparse.h
+//     cpu/       sparse-seal.h: seal_run_codes (packing); sparse-score-codes.h: make_coef, and from score_lines on
+//     cuda/      sparse-seal.cuh: seal_run; op_seal of sparse-attn.cu; sparse-score.cuh: codes<>, make_coef, the address of a thread's codes in score
+//     llama/     sparse-seal.cpp: layer_check, if a code may lie in two bytes; the comments of llama-sparse.h
 //     texts      SEAL in ggml-sparse.h, the types at the top of cpu/sparse-work.h, docs/glossary.md, docs/numerics.md (11a)
 //     pyorch/    attention/spec.py: SHADOWS; attention/cost.py
 //     tests/     ops/test_quant.py: BITS, Shadow.code, the rounding that is allowed; e2e/nodes.py likewise; bench/gpu/attention.py
@@ -30,38 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// The geometry: what the positions are cut into, from small to large.
-//
-//   name       size                        what it is                                             who goes by it
-//   cell       1 position                  a place in the KV cache                                 everyone
-//   line       64 bytes                    codes of a component: 64 cells of 8 bits, 128 of 4      the scans and SEAL
-//   group      64 cells                    `list` and `sealed` name groups, `visible` counts       every op, and llama/, which knows for each
-//                                          in them, v_sum has a row for each                       group whether it is sealed
-//   run        512 cells, 8 groups         the cells of a component that share a scale and a       SEAL and SCORE with codes; SCORE on CUDA
-//                                          zero, and are therefore coded at once                   works in runs whatever k_t is
-//   sum block  16 groups, 1024 cells       groups whose sums of V are summed once more             SEAL, and ATTEND with mean_v
-//
-// How many positions a kernel works on at a time is its own business: docs/glossary.md lists the kinds of tiles.
-#define GGML_SPARSE_GROUP 64  // cells
-#define GGML_SPARSE_RUN   512 // cells
-#define GGML_SPARSE_SUM   16  // groups
-
-#if defined(__CUDACC__)
-#define GGML_SPARSE_INLINE static constexpr __host__ __device__
-#elif defined(__cplusplus)
-#define GGML_SPARSE_INLINE static constexpr
-#else
-#define GGML_SPARSE_INLINE static inline
-#endif
-
-// groups of n_kv cells, the last of which may be incomplete
-GGML_SPARSE_INLINE int64_t ggml_sparse_n_groups(int64_t n_kv) { return (n_kv + GGML_SPARSE_GROUP - 1)/GGML_SPARSE_GROUP; }
-
-// Rows of v_sum: the sums of the groups of a sum block, then their total, and so on. The row of a group, the row of the total of the sum block that
-// it lies in, and the number of rows
-GGML_SPARSE_INLINE int64_t ggml_sparse_sum_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + group % GGML_SPARSE_SUM; }
-GGML_SPARSE_INLINE int64_t ggml_sparse_total_row(int64_t group) { return group/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }
-GGML_SPARSE_INLINE int64_t ggml_sparse_n_sum_rows(int64_t n_group) { return (n_group + GGML_SPARSE_SUM - 1)/GGML_SPARSE_SUM*(GGML_SPARSE_SUM + 1); }
+#include "sparse-params.h"
 
 // ---- the types ----
 

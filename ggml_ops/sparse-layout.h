@@ -7,21 +7,11 @@
 #include "ggml-sparse-nodes.h"
 #include "sparse-codes.h"
 
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 // Raise it where a tensor comes to mean something else and nothing below says so: the order of `wanted`, say
 #define GGML_SPARSE_LAYOUT_EDITION 1
-
-// T(type, F(field)...): the parameters of a step, which are sent as bytes. A step without its line, or a line without a field, stops the build
-#define GGML_SPARSE_PARAMS_SEAL(T, F)         T(ggml_sparse_seal_params,         F(n_bit) F(n_rot))
-#define GGML_SPARSE_PARAMS_VISIBLE(T, F)      // none
-#define GGML_SPARSE_PARAMS_SCORE(T, F)        T(ggml_sparse_score_params,        F(rank) F(scale) F(max_bias) F(softcap) F(n_bit) F(n_rot) F(i_rank))
-#define GGML_SPARSE_PARAMS_SELECT(T, F)       T(ggml_sparse_select_params,       F(topk_max) F(n_head_kv) F(n_local_max) F(rest) F(top_p) F(i_k) F(i_forced))
-#define GGML_SPARSE_PARAMS_SCORE_SELECT(T, F) T(ggml_sparse_score_select_params, F(score) F(select))
-#define GGML_SPARSE_PARAMS_ATTEND(T, F)       T(ggml_sparse_attend_params,       F(scale) F(max_bias) F(softcap) F(mean_v))
-#define GGML_SPARSE_PARAMS_PREFILL(T, F)      T(ggml_sparse_prefill_params,      F(scale) F(max_bias) F(softcap) F(fast) F(keep))
 
 // FNV-1a
 struct ggml_sparse_layout_hash {
@@ -45,34 +35,12 @@ constexpr uint32_t ggml_sparse_layout() {
 
     // nodes
 #define SLOT(tensor, slot) h.text(#tensor); h.number(slot);
-#define X(step) h.text(#step); h.number(GGML_SPARSE_ATTN_##step); GGML_SPARSE_SRC_##step(SLOT)
+#define FIELD(type, field) h.text(#field); h.number(sizeof(type)); h.number(std::is_integral<type>::value);
+#define X(step) h.text(#step); h.number(GGML_SPARSE_ATTN_##step); GGML_SPARSE_SRC_##step(SLOT) GGML_SPARSE_PARAMS_##step(FIELD)
     GGML_SPARSE_STEPS(X)
 #undef X
-#undef SLOT
-#define SIZE(field) + sizeof(P::field)
-#define FIELD(field) \
-    h.text(#field); \
-    h.number(offsetof(P, field)); \
-    h.number(sizeof(P::field)); \
-    h.number(std::is_integral<decltype(P::field)>::value);
-#define CHECK(type, sizes) \
-    { \
-        using P = type; \
-        static_assert(0 sizes == sizeof(P), "sparse-layout.h names every field of " #type); \
-    }
-#define HASH(type, fields) \
-    { \
-        using P = type; \
-        h.text(#type); \
-        fields \
-    }
-#define X(step) GGML_SPARSE_PARAMS_##step(CHECK, SIZE) GGML_SPARSE_PARAMS_##step(HASH, FIELD)
-    GGML_SPARSE_STEPS(X)
-#undef X
-#undef HASH
-#undef CHECK
 #undef FIELD
-#undef SIZE
+#undef SLOT
 #define X(name) h.text(#name); h.number(GGML_SPARSE_STAT_##name);
     GGML_SPARSE_STATS(X)
 #undef X

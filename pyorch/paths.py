@@ -98,6 +98,22 @@ def check_exec(folder: Path) -> None:
         )
 
 
+def put(file: Path, text: str) -> None:
+    """Write a small file, which has its name only when all of it is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(text, "utf-8")
+        new.replace(file)
+    except OSError as e:
+        new.unlink(missing_ok=True)
+        raise OSError(e.errno, e.strerror, str(file)) from None
+
+
 def private(folder: Path) -> Path:
     """The folder, which is made for this user alone if it is not there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -11,18 +11,7 @@
 
 #include <numeric>
 
-namespace {
-
-// what is done with rows, by the type of K or V
-struct row_ops {
-    decltype(&dot_rows<float>)      dot_rows;
-    decltype(&dot_positions<float>) dot_positions;
-    decltype(&add_rows<float>)      add_rows;
-    decltype(&add_positions<float>) add_positions;
-    decltype(&sum_positions<float>) sum_positions;
-};
-
-row_ops ops_of(ggml_type type) {
+row_ops sparse::ops_of(ggml_type type) {
     row_ops res;
     with_kv_type(type, [&](auto * t) {
         using T = std::decay_t<decltype(*t)>;
@@ -30,6 +19,8 @@ row_ops ops_of(ggml_type type) {
     });
     return res;
 }
+
+namespace {
 
 struct attend_src : ggml_sparse_src {
     ggml_sparse_attend_params p;

@@ -265,4 +265,16 @@ static inline float kept_share(const float * x, int64_t ld, int n_state, int d, 
     return root > 0.0f ? sqrtf(all.sum/(all.sum + expf(rest + 4.0f*logf(root)))) : 1.0f;
 }
 
+// ---- by the type of K or V ----
+
+struct row_ops {
+    decltype(&dot_rows<float>)      dot_rows;
+    decltype(&dot_positions<float>) dot_positions;
+    decltype(&add_rows<float>)      add_rows;
+    decltype(&add_positions<float>) add_positions;
+    decltype(&sum_positions<float>) sum_positions;
+};
+
+row_ops ops_of(ggml_type type);
+
 } // namespace sparse

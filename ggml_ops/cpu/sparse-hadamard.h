@@ -1,6 +1,6 @@
 #pragma once
 
-// The Hadamard matrix, for the CPU ops. On a GPU: cuda/sparse-device.cuh. The check of the shadow has one of its own, to be compared with.
+// The Hadamard matrix, for the CPU ops. On a GPU: cuda/sparse-device.cuh.
 
 #include "ggml.h"
 

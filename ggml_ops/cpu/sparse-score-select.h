@@ -3,6 +3,7 @@
 // What the glue of SCORE, of SELECT and of SCORE_SELECT shares: the units of work, and the parts of SCORE and SELECT that SCORE_SELECT is made
 // of.
 
+#include "sparse-attend.h"
 #include "sparse-codes.h"
 #include "sparse-select.h"
 #include "sparse-work.h"
@@ -67,8 +68,7 @@ struct score_src : ggml_sparse_src, tile_grid { // SCORE_SELECT has no `visible`
     int     i_k;                 // where k stands in `wanted`
     int64_t n_grp;
     int     n_head, d_k, rank;   // rank: the largest of a token; 0: exact scores
-    decltype(&dot_rows<float>)      dot_rows_k;      // for the type of K
-    decltype(&dot_positions<float>) dot_positions_k;
+    row_ops ops_k;
 
     explicit score_src(const ggml_tensor * dst);
 
@@ -138,8 +138,8 @@ struct logit_source {
     // writes those of a tile at out + j*ld + position; next: the unit that this thread has then
     virtual void write(const tile_unit & u, float * out, int64_t ld, const tile_unit & next) const = 0;
 
-    // what it will read from memory for a unit
-    virtual line_stream lines(const tile_unit & u) const = 0;
+    // what it will read from memory for a unit, if that is known
+    virtual line_stream lines(const tile_unit &) const { return {}; }
 };
 
 // all of SELECT, after unit_queue::open and a barrier; work: a buffer of select_work_size

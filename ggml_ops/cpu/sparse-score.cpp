@@ -27,11 +27,7 @@ sparse::score_src::score_src(const ggml_tensor * dst) :
     n_head = (int) q->ne[1];
     d_k    = (int) q->ne[0];
     rank   = k_t ? p.rank : 0;
-    with_kv_type(k->type, [&](auto * t) {
-        using T = std::decay_t<decltype(*t)>;
-        dot_rows_k      = dot_rows<T>;
-        dot_positions_k = dot_positions<T>;
-    });
+    ops_k  = ops_of(k->type);
 }
 
 sparse::score_work::score_work(const score_src & a, const void * wdata, int ith, int nth) {
@@ -206,7 +202,7 @@ static void score_rows(const score_src & a, const score_work & w, const head_ind
         row[r]   = row[n - 1];
         ahead[r] = ahead[n - 1];
     }
-    a.dot_rows_k(w.x, GROUP, w.q, a.d_k, a.n_group_q, row, 0, n, a.d_k, ahead);
+    a.ops_k.dot_rows(w.x, GROUP, w.q, a.d_k, a.n_group_q, row, 0, n, a.d_k, ahead);
     fill_logits(a, out, ld, t0, t1, 0.0f); // finish_logits makes hidden ones -inf
     for (int j = 0; j < a.n_group_q; ++j) {
         for (int r = 0; r < n; ++r) {
@@ -293,7 +289,7 @@ static void score_exact_chunk(ggml_tensor * dst, const score_src & a, const scor
         row[r] = row[n - 1];
     }
     for (int r = 0; r < n; r += POS_BLOCK) {
-        a.dot_positions_k(w.exact + r, EXACT_CHUNK, at<const float>(a.q, 0, i, s), a.q->nb[1]/sizeof(float), a.n_head, a.n_group_q, row + r,
+        a.ops_k.dot_positions(w.exact + r, EXACT_CHUNK, at<const float>(a.q, 0, i, s), a.q->nb[1]/sizeof(float), a.n_head, a.n_group_q, row + r,
                 a.k->nb[1], std::min(POS_BLOCK, n - r), a.d_k, address_ahead(row[r], BYTES_AHEAD));
     }
     const bool all = n == t1 - t0;

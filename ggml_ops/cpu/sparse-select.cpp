@@ -195,8 +195,6 @@ struct score_result : logit_source {
             memcpy(out + j*ld + u.t0, x + u.t0, (u.t1 - u.t0)*sizeof(float));
         }
     }
-
-    line_stream lines(const tile_unit &) const override { return {}; }
 };
 
 } // namespace

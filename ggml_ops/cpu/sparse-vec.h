@@ -108,31 +108,42 @@ static inline f16 to_f16(float x) {
 //   sum_rows(x)      lane i = the sum of the lanes of x[i], for W vectors
 
 #if defined(SPARQ_AVX512)
-
 constexpr int W = 16;
 typedef __m512    vf;
 typedef __mmask16 vm;
+#define SPARQ_X86(name) _mm512_##name
+#elif defined(SPARQ_AVX2)
+constexpr int W = 8;
+typedef __m256 vf;
+typedef __m256 vm;
+#define SPARQ_X86(name) _mm256_##name
+#endif
 
-static inline vf set1(float x)                 { return _mm512_set1_ps(x); }
+#if defined(SPARQ_X86)
+static inline vf set1(float x)           { return SPARQ_X86(set1_ps)(x); }
+static inline vf load(const float * p)   { return SPARQ_X86(loadu_ps)(p); }
+static inline void store(float * p, vf x) { SPARQ_X86(storeu_ps)(p, x); }
+static inline vf add(vf a, vf b)         { return SPARQ_X86(add_ps)(a, b); }
+static inline vf sub(vf a, vf b)         { return SPARQ_X86(sub_ps)(a, b); }
+static inline vf mul(vf a, vf b)         { return SPARQ_X86(mul_ps)(a, b); }
+static inline vf div(vf a, vf b)         { return SPARQ_X86(div_ps)(a, b); }
+static inline vf vsqrt(vf a)             { return SPARQ_X86(sqrt_ps)(a); }
+static inline vf fma(vf a, vf b, vf c)   { return SPARQ_X86(fmadd_ps)(a, b, c); }
+static inline vf vmin(vf a, vf b)        { return SPARQ_X86(min_ps)(a, b); }
+static inline vf vmax(vf a, vf b)        { return SPARQ_X86(max_ps)(a, b); }
+#endif
+
+#if defined(SPARQ_AVX512)
+
 static inline vf iota()                        { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-static inline vf load(const float * p)         { return _mm512_loadu_ps(p); }
 static inline vf load(const f16   * p)         { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)); }
 static inline vf from_bf16(__m256i x)          { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 static inline vf load(const bf16  * p)         { return from_bf16(_mm256_loadu_si256((const __m256i *) p)); }
 static inline vf load_n(const float * p, int n) { return _mm512_maskz_loadu_ps((1u << n) - 1, p); }
 static inline vf load_n(const f16   * p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1u << n) - 1, p)); }
 static inline vf load_n(const bf16  * p, int n) { return from_bf16(_mm256_maskz_loadu_epi16((1u << n) - 1, p)); }
-static inline void store(float * p, vf x)          { _mm512_storeu_ps(p, x); }
 static inline void store_n(float * p, vf x, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, x); }
 
-static inline vf add(vf a, vf b)         { return _mm512_add_ps(a, b); }
-static inline vf sub(vf a, vf b)         { return _mm512_sub_ps(a, b); }
-static inline vf mul(vf a, vf b)         { return _mm512_mul_ps(a, b); }
-static inline vf div(vf a, vf b)         { return _mm512_div_ps(a, b); }
-static inline vf vsqrt(vf a)             { return _mm512_sqrt_ps(a); }
-static inline vf fma(vf a, vf b, vf c)   { return _mm512_fmadd_ps(a, b, c); }
-static inline vf vmin(vf a, vf b)        { return _mm512_min_ps(a, b); }
-static inline vf vmax(vf a, vf b)        { return _mm512_max_ps(a, b); }
 static inline vf vabs(vf x)              { return _mm512_abs_ps(x); }
 static inline vf round_even(vf x)        { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline vf mul_2n(vf x, vf n)      { return _mm512_scalef_ps(x, n); } // of any n, its floor
@@ -170,27 +181,12 @@ static inline vf sum_rows(const vf * x) {
 
 #elif defined(SPARQ_AVX2)
 
-constexpr int W = 8;
-typedef __m256 vf;
-typedef __m256 vm;
-
-static inline vf set1(float x)                 { return _mm256_set1_ps(x); }
 static inline vf iota()                        { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
-static inline vf load(const float * p)         { return _mm256_loadu_ps(p); }
 static inline vf load(const f16   * p)         { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
 static inline vf load(const bf16  * p)         {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *) p)), 16));
 }
-static inline void store(float * p, vf x)      { _mm256_storeu_ps(p, x); }
 
-static inline vf add(vf a, vf b)         { return _mm256_add_ps(a, b); }
-static inline vf sub(vf a, vf b)         { return _mm256_sub_ps(a, b); }
-static inline vf mul(vf a, vf b)         { return _mm256_mul_ps(a, b); }
-static inline vf div(vf a, vf b)         { return _mm256_div_ps(a, b); }
-static inline vf vsqrt(vf a)             { return _mm256_sqrt_ps(a); }
-static inline vf fma(vf a, vf b, vf c)   { return _mm256_fmadd_ps(a, b, c); }
-static inline vf vmin(vf a, vf b)        { return _mm256_min_ps(a, b); }
-static inline vf vmax(vf a, vf b)        { return _mm256_max_ps(a, b); }
 static inline vf vabs(vf x)              { return _mm256_andnot_ps(set1(-0.0f), x); }
 static inline vf round_even(vf x)        { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline vf floor(vf x)             { return _mm256_floor_ps(x); }

@@ -12,7 +12,6 @@
 
 struct ggml_tensor;
 struct llama_cparams;
-struct llama_memory_i;
 struct llm_graph_context;
 class  llama_kv_cache;
 
@@ -34,8 +33,8 @@ uint32_t llama_sparse_max_nodes(const llama_context & ctx);
 // a part of what was restored
 void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch);
 
-// decode(): an ubatch failed, so what it was to seal is unknown
-void llama_sparse_decode_failed(llama_memory_i * memory);
+// decode(): an ubatch failed, so what it was to seal is unknown, and a scheduler without memory for its buffers is made again
+void llama_sparse_decode_failed(llama_context * ctx);
 
 // Whatever restores a state: seals at its end what was restored, so that no token has to. Where sequences have streams of their own the next calls to
 // decode() do it, a part by each, so that no token of another sequence waits for all of it; if a token of the restored one comes before they are

@@ -2,8 +2,8 @@
 
 // The private parts of llama.cpp's classes that we use, which name this struct as their friend. It has no logic: each function names a member. Most
 // are only read. Written are our own `sparse` of a cache, our two of the context's parameters and its evaluation callback, `sched_need_reserve`,
-// `ctxs_bufs`, to which the shadow of a context that only measures is added, and the cells that a document fills. patches/README.md says what each
-// is for.
+// `sched`, `ctxs_bufs`, to which the shadow of a context that only measures is added, and the cells that a document fills. patches/README.md says
+// what each is for.
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"
@@ -33,5 +33,8 @@ struct llama_sparse_access {
     static llama_cparams & cparams           (llama_context & ctx) { return ctx.cparams; }
     static bool &          sched_need_reserve(llama_context & ctx) { return ctx.sched_need_reserve; }
     static const auto &    backends          (llama_context & ctx) { return ctx.backends; }
+    static auto &          sched             (llama_context & ctx) { return ctx.sched; }
+    static auto &          backend_ptrs      (llama_context & ctx) { return ctx.backend_ptrs; }
+    static auto &          backend_buft      (llama_context & ctx) { return ctx.backend_buft; }
     static const auto &    set_n_threads_fns (llama_context & ctx) { return ctx.set_n_threads_fns; }
 };

@@ -5,7 +5,6 @@
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 
-#include "ggml-sparse.h"
 #include "ggml-sparse-nodes.h"
 #include "sparse-codes.h"
 
@@ -19,36 +18,22 @@ template <typename T, typename U> static T * exactly(U * x) {
     return x && typeid(*x) == typeid(T) ? static_cast<T *>(x) : nullptr;
 }
 
+// attn: what a hybrid memory has for its layers with attention
+template <typename Kv, typename Iswa, typename Hybrid, typename HybridIswa, typename M, typename F> static Kv * find_cache(M * m, F attn) {
+    auto * hybrid      = exactly<Hybrid>(m);
+    auto * hybrid_iswa = exactly<HybridIswa>(m);
+    auto * iswa        = hybrid_iswa ? attn(hybrid_iswa) : exactly<Iswa>(m);
+    return iswa ? iswa->get_base() : hybrid ? attn(hybrid) : exactly<Kv>(m);
+}
+
 llama_kv_cache * llama_sparse_find_cache(llama_memory_i * memory) {
-    if (auto * kv = exactly<llama_kv_cache>(memory)) {
-        return kv;
-    }
-    if (auto * iswa = exactly<llama_kv_cache_iswa>(memory)) {
-        return iswa->get_base();
-    }
-    if (auto * hybrid = exactly<llama_memory_hybrid>(memory)) {
-        return hybrid->get_mem_attn();
-    }
-    if (auto * hybrid = exactly<llama_memory_hybrid_iswa>(memory)) {
-        return hybrid->get_mem_attn()->get_base();
-    }
-    return nullptr;
+    return find_cache<llama_kv_cache, llama_kv_cache_iswa, llama_memory_hybrid, llama_memory_hybrid_iswa>(
+            memory, [](auto * m) { return m->get_mem_attn(); });
 }
 
 const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_context_i * mctx) {
-    if (auto * kv = exactly<const llama_kv_cache_context>(mctx)) {
-        return kv;
-    }
-    if (auto * iswa = exactly<const llama_kv_cache_iswa_context>(mctx)) {
-        return iswa->get_base();
-    }
-    if (auto * hybrid = exactly<const llama_memory_hybrid_context>(mctx)) {
-        return hybrid->get_attn();
-    }
-    if (auto * hybrid = exactly<const llama_memory_hybrid_iswa_context>(mctx)) {
-        return hybrid->get_attn()->get_base();
-    }
-    return nullptr;
+    return find_cache<const llama_kv_cache_context, const llama_kv_cache_iswa_context, const llama_memory_hybrid_context,
+            const llama_memory_hybrid_iswa_context>(mctx, [](auto * m) { return m->get_attn(); });
 }
 
 bool llama_sparse_is_worker(ggml_backend_dev_t dev) {
@@ -89,6 +74,14 @@ const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv) 
         return "K and V are split among devices (tensor split)";
     }
     return llama_sparse_is_worker(dev) && !llama_sparse_is_cpu(dev) ? "on a worker without our sparse attention" : "";
+}
+
+void llama_sparse_view_cache(ggml_context * ctx, const llama_kv_cache & kv, int il, ggml_sparse_src & src) {
+    llama_kv_cache::slot_info all;
+    all.s0 = 0;
+    all.s1 = kv.get_n_stream() - 1;
+    src.k = kv.get_k(ctx, il, kv.get_size(), all);
+    src.v = kv.get_v(ctx, il, kv.get_size(), all);
 }
 
 int32_t llama_sparse_n_rot(const llama_kv_cache & kv) {

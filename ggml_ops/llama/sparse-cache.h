@@ -5,6 +5,8 @@
 #include "sparse-access.h"
 #include "sparse-spec.h"
 
+#include "ggml-sparse.h"
+
 #include <string>
 #include <vector>
 
@@ -16,6 +18,9 @@ const llama_kv_cache_context * llama_sparse_find_cache(const llama_memory_contex
 // number in the cache
 const char * llama_sparse_why_not      (const llama_kv_cache & kv);
 const char * llama_sparse_why_not_layer(const llama_kv_cache & kv, int32_t ikv);
+
+// sets src.k and src.v: all cells of all streams, of model layer il
+void llama_sparse_view_cache(ggml_context * ctx, const llama_kv_cache & kv, int il, ggml_sparse_src & src);
 
 // components of K (and q) that llama.cpp rotates together by a Hadamard matrix, 0: none; as in build_input_k_rot()
 int32_t llama_sparse_n_rot(const llama_kv_cache & kv);

@@ -14,14 +14,9 @@
 #include <cstdlib>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 
 using access = llama_sparse_access;
-
-// the cache that has a shadow; nullptr: none has
-static llama_kv_cache * find_shadowed(llama_memory_i * memory) {
-    auto * kv = llama_sparse_find_cache(memory);
-    return kv && access::shadow(*kv) && access::shadow(*kv)->has_tensors() ? kv : nullptr;
-}
 
 //
 // settings
@@ -67,46 +62,19 @@ static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
 // bytes of K and V that one call to llama_decode seals of a restored state: some milliseconds
 static constexpr size_t RESTORED_BYTES = 8u << 20;
 
-// groups that hold so many bytes of K and V, in all layers; at least one
-static size_t n_groups_of(const llama_kv_cache & kv, size_t bytes) {
-    size_t one = 0;
-    for (const auto & layer : access::layers(kv)) {
-        one += GGML_SPARSE_GROUP*(layer.k->nb[1] + (layer.v ? layer.v->nb[1] : 0));
-    }
-    return std::max<size_t>(bytes/std::max<size_t>(one, 1), 1);
-}
-
-static int64_t seal(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
-    auto & state = access::cparams(ctx).sparse;
-    auto * kv    = find_shadowed(ctx.get_memory());
-    if (!state || !kv) {
-        return 0;
-    }
-    // the backends have the threads of a step or of a prompt, whichever came last
-    const auto & cparams = ctx.get_cparams();
-    for (const auto & [backend, set_n_threads] : access::set_n_threads_fns(ctx)) {
-        set_n_threads(backend, std::min(cparams.n_threads, cparams.n_threads_batch));
-    }
-    return llama_sparse_seal(*kv, *state, ctx.get_sched(), n_groups_of(*kv, n_bytes));
-}
-
 // seals what the next token would have to seal first, where something reads it; what could not be is left to that token. True: maybe there is more
 static bool seal_early(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
     const auto & state = ctx.get_cparams().sparse;
     if (!state || !state->spec.has_shadow()) {
         return false;
     }
-    int64_t n = -1;
     try {
         ctx.synchronize();
-        n = seal(ctx, n_bytes);
-    } catch (const std::exception &) {
-        // no memory, say
-    }
-    if (n < 0) {
+        return llama_sparse_seal(ctx, n_bytes) > 0;
+    } catch (const std::exception &) { // no memory, say
         LLAMA_LOG_WARN("%s: the next token will seal what could not be sealed now\n", __func__);
+        return false;
     }
-    return n > 0;
 }
 
 // Nodes of a layer: up to 15 for each stage, those that join it to the others among them, and up to 44 for the prompts beside the replies, if llama.cpp
@@ -117,9 +85,13 @@ uint32_t llama_sparse_max_nodes(const llama_context & ctx) {
     return ctx.get_cparams().sparse ? LAYER_NODES*(1 + llama_model_n_layer(&ctx.get_model())) : 0;
 }
 
-void llama_sparse_new_graphs(llama_context & ctx) {
-    access::cparams(ctx).sparse_gen++; // allow_reuse() compares it
-    access::sched_need_reserve(ctx) = true;
+// ggml takes buffers that it could not allocate for those of the next graph, and reads address 0: a new scheduler has none
+static void renew_scheduler(llama_context & ctx) {
+    auto & cparams  = access::cparams(ctx);
+    auto & backends = access::backend_ptrs(ctx);
+    cparams.sparse_gen++; // no graph of the old one is used again
+    access::sched(ctx).reset(ggml_backend_sched_new(backends.data(), access::backend_buft(ctx).data(), backends.size(),
+            ctx.get_gf_res_reserve()->get_max_nodes(), cparams.pipeline_parallel, cparams.op_offload));
 }
 
 // throws llama_sparse_error, or std::runtime_error: no memory; nothing has changed then
@@ -157,6 +129,7 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
             shadow->make_tensors(*kv, spec);
         }
     }
+    const auto before = state ? std::make_pair(state->spec, state->reason) : std::pair<llama_sparse_spec, std::string>();
     state            = next;
     state->spec      = spec;
     state->sequences = {};
@@ -169,7 +142,15 @@ static void set(llama_context & ctx, const llama_sparse_spec & spec) {
         LLAMA_LOG_WARN("sparse attention %s: all layers stay dense: %s\n", spec.str().c_str(), state->reason.c_str());
     }
 
-    llama_sparse_new_graphs(ctx);
+    access::cparams(ctx).sparse_gen++; // allow_reuse() compares it
+    access::sched_need_reserve(ctx) = true;
+    try {
+        ctx.sched_reserve(); // llama_decode would do it, and let out what it throws
+    } catch (const std::exception &) {
+        std::tie(state->spec, state->reason) = before;
+        renew_scheduler(ctx);
+        throw;
+    }
     seal_early(ctx);
 }
 
@@ -181,11 +162,15 @@ int32_t llama_set_sparse_attn(llama_context * ctx, const char * text, char * err
     });
 }
 
-// throws llama_sparse_error
-static void set_sequence(llama_context & ctx, llama_seq_id seq, const char * text) {
+void llama_sparse_check_seq(const llama_context & ctx, llama_seq_id seq) {
     if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
         throw llama_sparse_error("there is no sequence " + std::to_string(seq), "the context has " + std::to_string(ctx.get_cparams().n_seq_max));
     }
+}
+
+// throws llama_sparse_error
+static void set_sequence(llama_context & ctx, llama_seq_id seq, const char * text) {
+    llama_sparse_check_seq(ctx, seq);
     auto & state = access::cparams(ctx).sparse;
     std::shared_ptr<const llama_sparse_spec> own;
     if (text) {
@@ -233,19 +218,11 @@ void llama_sparse_attn_seq_draft(llama_context * ctx, llama_seq_id seq, llama_po
 }
 
 int32_t llama_sparse_attn_parse(const char * text, char * buf, size_t n_buf) {
-    return llama_sparse_guarded(buf, n_buf, [&] {
-        const std::string s = llama_sparse_spec::parse(text ? text : "off").str();
-        llama_sparse_write_text(s, buf, n_buf);
-        return (int32_t) s.size();
-    });
+    return llama_sparse_guarded_text(buf, n_buf, [&] { return llama_sparse_spec::parse(text ? text : "off").str(); });
 }
 
 int32_t llama_sparse_attn_keys(char * buf, size_t n_buf) {
-    return llama_sparse_guarded(buf, n_buf, [&] {
-        const std::string s = llama_sparse_spec::table();
-        llama_sparse_write_text(s, buf, n_buf);
-        return (int32_t) s.size();
-    });
+    return llama_sparse_guarded_text(buf, n_buf, llama_sparse_spec::table);
 }
 
 //
@@ -275,10 +252,6 @@ static std::string default_spec(std::string & from) {
     return text && !makes_draft ? text : "";
 }
 
-static std::runtime_error in_one_line(const std::string & from, const std::string & what) {
-    return std::runtime_error(from + llama_sparse_in_one_line(what));
-}
-
 void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_params & params) {
     makes_draft = params.ctx_other || (thread_default && thread_default->empty()); // see llama_sparse_measured
     std::string from;
@@ -289,7 +262,7 @@ void llama_sparse_context_begin(llama_cparams & cparams, const llama_context_par
             cparams.flash_attn = true;
         }
     } catch (const llama_sparse_error & e) {
-        throw in_one_line(from, e.what()); // a program that was asked for sparse attention must not run dense without a word
+        throw std::runtime_error(from + llama_sparse_in_one_line(e.what())); // a program that was asked for sparse attention must not run dense without a word
     }
 }
 
@@ -308,7 +281,7 @@ void llama_sparse_context_end(llama_context * ctx) {
     try {
         set(*ctx, llama_sparse_spec::parse(text));
     } catch (const std::exception & e) {
-        throw in_one_line(from, e.what());
+        throw std::runtime_error(from + llama_sparse_in_one_line(e.what()));
     }
     LLAMA_LOG_INFO("%s: %s%s\n", __func__, from.c_str(), text.c_str());
 }
@@ -336,10 +309,16 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
     }
 }
 
-void llama_sparse_decode_failed(llama_memory_i * memory) {
-    auto * kv = llama_sparse_find_cache(memory);
+void llama_sparse_decode_failed(llama_context * ctx) {
+    auto * kv = llama_sparse_find_cache(ctx->get_memory());
     if (kv && access::shadow(*kv)) {
         access::shadow(*kv)->rollback();
+    }
+    for (auto * backend : access::backend_ptrs(*ctx)) {
+        if (!ggml_backend_sched_get_buffer_size(ctx->get_sched(), backend)) {
+            renew_scheduler(*ctx);
+            break;
+        }
     }
     if (llama_sparse_is_ending()) {
         throw std::runtime_error("the program ends"); // llama-server would read the same in smaller batches
@@ -360,14 +339,14 @@ llama_sparse_restored::~llama_sparse_restored() {
 int64_t llama_sparse_attn_seal(llama_context * ctx) {
     return llama_sparse_logged<int64_t>(__func__, -1, [&] {
         ctx->synchronize();
-        return seal(*ctx);
+        return llama_sparse_seal(*ctx);
     });
 }
 
 int64_t llama_sparse_attn_check(llama_context * ctx) {
     return llama_sparse_logged<int64_t>(__func__, -1, [&] {
         ctx->synchronize();
-        auto * kv = find_shadowed(ctx->get_memory());
+        auto * kv = llama_sparse_find_shadowed(ctx->get_memory());
         return kv ? llama_sparse_count_stale(*kv, ctx->get_sched()) : -1;
     });
 }
@@ -384,7 +363,7 @@ void llama_sparse_attn_reset_counters(llama_context * ctx) {
 }
 
 static std::map<ggml_backend_dev_t, size_t> shadow_bytes(llama_context & ctx) {
-    auto * kv = find_shadowed(ctx.get_memory());
+    auto * kv = llama_sparse_find_shadowed(ctx.get_memory());
     return kv ? access::shadow(*kv)->bytes() : std::map<ggml_backend_dev_t, size_t>();
 }
 
@@ -410,44 +389,42 @@ static std::string json_object(const json_fields & fields) {
 static std::string json_text(const std::string & s) { return "\"" + s + "\""; }
 static std::string json_number(int64_t x)           { return std::to_string(x); }
 
-static std::string info(llama_context & ctx) {
-    const auto & state = ctx.get_cparams().sparse;
-    if (!state) {
-        return "{\"spec\": \"off\", \"active\": false, \"reason\": \"off\", \"method\": \"off\"}";
+static std::string layers_info(const llama_sparse_state & state) {
+    std::string res;
+    for (const auto & [il, reason] : state.layers) {
+        const char * text = reason.empty() ? "sparse" : "dense";
+        res += (res.empty() ? "" : ", ") + json_object({ { "il", json_number(il) }, { "state", json_text(text) }, { "reason", json_text(reason) } });
     }
-    ctx.synchronize(); // devices may still be counting
-    const auto & spec = state->spec;
-    const auto   stat = state->read_stats();
+    return "[" + res + "]";
+}
 
-    int64_t n_sparse = 0;
-    std::string layers;
-    for (const auto & [il, reason] : state->layers) {
-        n_sparse += reason.empty();
-        layers += (layers.empty() ? "" : ", ") +
-                json_object({ { "il", json_number(il) }, { "state", json_text(reason.empty() ? "sparse" : "dense") }, { "reason", json_text(reason) } });
-    }
-    std::string devices;
-    auto shadow = shadow_bytes(ctx);
-    state->for_each_device([&](ggml_backend_dev_t dev) {
-        const auto one = state->read_stats(dev);
+static std::string devices_info(const llama_sparse_state & state, std::map<ggml_backend_dev_t, size_t> shadow) {
+    std::string res;
+    state.for_each_device([&](ggml_backend_dev_t dev) {
+        const auto stat = state.read_stats(dev);
         const json_fields fields = {
             { "name",         json_text(dev ? ggml_backend_dev_name(dev) : "CPU") },
             { "shadow_bytes", json_number(shadow[dev]) },
-            { "calls_sparse", json_number(one[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
-            { "bytes_read",   json_number(one[GGML_SPARSE_STAT_BYTES_SCORE] + one[GGML_SPARSE_STAT_BYTES_ATTEND]) },
+            { "calls_sparse", json_number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
+            { "bytes_read",   json_number(stat[GGML_SPARSE_STAT_BYTES_SCORE] + stat[GGML_SPARSE_STAT_BYTES_ATTEND]) },
         };
-        devices += (devices.empty() ? "" : ", ") + json_object(fields);
+        res += (res.empty() ? "" : ", ") + json_object(fields);
     });
+    return "[" + res + "]";
+}
+
+static std::string counters_info(const llama_sparse_state & state) {
+    const auto stat = state.read_stats();
     json_fields stock;
     uint64_t n_stock = 0;
-    for (const auto & [reason, n] : state->n_stock) {
+    for (const auto & [reason, n] : state.n_stock) {
         stock.emplace_back(reason, json_number(n));
         n_stock += n;
     }
     // clang-format off: a table
-    const std::string counters = json_object({
-        { "steps",             json_number(state->n_steps) },
-        { "verified",          json_number(state->n_verified) },
+    return json_object({
+        { "steps",             json_number(state.n_steps) },
+        { "verified",          json_number(state.n_verified) },
         { "calls_sparse",      json_number(stat[GGML_SPARSE_STAT_ATTEND_SPARSE]) },
         { "calls_dense_op",    json_number(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) },
         { "calls_prefill",     json_number(stat[GGML_SPARSE_STAT_PREFILL]) },
@@ -464,27 +441,34 @@ static std::string info(llama_context & ctx) {
         { "bytes_dense",       json_number(stat[GGML_SPARSE_STAT_BYTES_DENSE]) },
         { "groups_sealed",     json_number(stat[GGML_SPARSE_STAT_GROUPS_SEALED]) },
     });
-    return json_object({
-        { "spec",          json_text(spec.str()) },
-        { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
-        { "reason",        json_text(state->is_off() ? "off" : state->reason) },
-        { "method",        json_text(spec.method_name()) },
-        { "n_layer",       json_number(state->n_layer) },
-        { "layers_sparse", json_number(n_sparse) },
-        { "shadow_type",   json_text(ggml_sparse_shadow_name(spec.n_bit)) },
-        { "shadow_bytes",  json_number(llama_sparse_shadow_bytes(ctx)) },
-        { "layers",        "[" + layers + "]" },
-        { "devices",       "[" + devices + "]" },
-        { "counters",      counters },
-    });
     // clang-format on
+}
+
+static std::string info(llama_context & ctx) {
+    const auto & state = ctx.get_cparams().sparse;
+    if (!state) {
+        return "{\"spec\": \"off\", \"active\": false, \"reason\": \"off\", \"method\": \"off\"}";
+    }
+    ctx.synchronize(); // devices may still be counting
+    const auto & layers = state->layers;
+    return json_object({
+            { "spec",          json_text(state->spec.str()) },
+            { "active",        !state->is_off() && state->reason.empty() ? "true" : "false" },
+            { "reason",        json_text(state->is_off() ? "off" : state->reason) },
+            { "method",        json_text(state->spec.method_name()) },
+            { "n_layer",       json_number(state->n_layer) },
+            { "layers_sparse", json_number(std::count_if(layers.begin(), layers.end(), [](const auto & x) { return x.second.empty(); })) },
+            { "shadow_type",   json_text(ggml_sparse_shadow_name(state->spec.n_bit)) },
+            { "shadow_bytes",  json_number(llama_sparse_shadow_bytes(ctx)) },
+            { "layers",        layers_info(*state) },
+            { "devices",       devices_info(*state, shadow_bytes(ctx)) },
+            { "counters",      counters_info(*state) },
+    });
 }
 
 static std::string sequence_info(const llama_context & ctx, llama_seq_id seq) {
     const auto & state = ctx.get_cparams().sparse;
-    if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
-        throw std::out_of_range("there is no sequence " + std::to_string(seq));
-    }
+    llama_sparse_check_seq(ctx, seq);
     if (!state) {
         return json_object({ { "spec", json_text("off") } });
     }
@@ -505,17 +489,9 @@ static std::string sequence_info(const llama_context & ctx, llama_seq_id seq) {
 }
 
 int32_t llama_get_sparse_attn_seq_info(const llama_context * ctx, llama_seq_id seq, char * buf, size_t n_buf) {
-    return llama_sparse_logged<int32_t>(__func__, -1, [&] {
-        const std::string s = sequence_info(*ctx, seq);
-        llama_sparse_write_text(s, buf, n_buf);
-        return (int32_t) s.size();
-    });
+    return llama_sparse_guarded_text(buf, n_buf, [&] { return sequence_info(*ctx, seq); });
 }
 
 int32_t llama_get_sparse_attn_info(const llama_context * ctx, char * buf, size_t n_buf) {
-    return llama_sparse_logged<int32_t>(__func__, -1, [&] {
-        const std::string s = info(*const_cast<llama_context *>(ctx));
-        llama_sparse_write_text(s, buf, n_buf);
-        return (int32_t) s.size();
-    });
+    return llama_sparse_guarded_text(buf, n_buf, [&] { return info(*const_cast<llama_context *>(ctx)); });
 }

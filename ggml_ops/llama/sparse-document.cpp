@@ -20,6 +20,7 @@
 #include <cstring>
 #include <future>
 #include <locale>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 
@@ -38,7 +39,7 @@ static_assert(CELLS % GGML_SPARSE_RUN == 0, "a sum block has whole runs");
 uint64_t aligned(uint64_t n) { return (n + ALIGN - 1)/ALIGN*ALIGN; }
 
 // n_row rows of row_bytes each: in a tensor every nb bytes from `at` on, and one after another in the image
-struct part {
+struct tensor_rows {
     ggml_tensor * t;
     size_t   at, nb, row_bytes, n_row;
     uint64_t offset;
@@ -51,8 +52,8 @@ struct part {
 };
 
 struct image {
-    std::vector<part> rows;   // K and V of all positions, in their order
-    std::vector<part> shadow; // of the groups that they complete
+    std::vector<tensor_rows> rows;   // K and V of all positions, in their order
+    std::vector<tensor_rows> shadow; // of the groups that they complete
     uint64_t          states = 0; // where two states begin: while one is written, the other is whole
     uint64_t          bytes = 0;
 };
@@ -67,12 +68,13 @@ struct place {
     uint32_t n_group(int32_t n_bit) const { return (ggml_sparse_has_codes(n_bit) ? n_pos : n_pos - 1)/GGML_SPARSE_GROUP; }
 };
 
-// throws std::runtime_error: such a document can not be
-place place_of(uint32_t stream, uint32_t n_pos) {
+// in the cache of a sequence, of which 0 is always there. Throws std::runtime_error: such a document can not be
+place place_of(const llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq, uint32_t n_pos) {
     if (n_pos == 0) {
         throw std::runtime_error("a document has at least one position");
     }
-    return { stream, 0, n_pos };
+    llama_sparse_check_seq(ctx, seq);
+    return { llama_sparse_access::stream_of(kv, seq), 0, n_pos };
 }
 
 // what stands before a state in the image
@@ -90,13 +92,6 @@ uint64_t hash_of(uint64_t n_pos, const std::vector<char> & state) { // FNV-1a, o
         res ^= res >> 32; // or the highest bits would move nothing
     }
     return res;
-}
-
-uint32_t stream_of(const llama_context & ctx, const llama_kv_cache & kv, llama_seq_id seq) {
-    if (seq < 0 || (uint32_t) seq >= ctx.get_cparams().n_seq_max) {
-        throw std::runtime_error("there is no sequence " + std::to_string(seq));
-    }
-    return llama_sparse_access::stream_of(kv, seq);
 }
 
 // the first layer of a cache that has a shadow; nullptr: none has
@@ -152,7 +147,7 @@ std::string kind_of_shadow(llama_kv_cache & kv) {
 image image_of(const llama_sparse_memory & m, const place & p) {
     auto & kv = *m.kv;
     image res;
-    const auto add = [&](std::vector<part> & parts, ggml_tensor * t, size_t at, size_t nb, size_t row_bytes, size_t n_row) {
+    const auto add = [&](std::vector<tensor_rows> & parts, ggml_tensor * t, size_t at, size_t nb, size_t row_bytes, size_t n_row) {
         parts.push_back({ t, at, nb, row_bytes, n_row, res.bytes });
         res.bytes += aligned(row_bytes*n_row);
     };
@@ -228,7 +223,7 @@ void write_all(int fd, const char * data, uint64_t n, uint64_t offset) {
 constexpr size_t PIECE = 4 << 20; // bytes at a time
 
 // rows [from, to) of a part, to the file
-void write_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) {
+void write_rows(int fd, uint64_t offset, const tensor_rows & p, size_t from, size_t to) {
     const size_t n_rows = std::max<size_t>(1, PIECE/p.row_bytes);
     std::vector<char> piece;
     for (size_t i = from; i < to; i += n_rows) {
@@ -259,7 +254,7 @@ void read_all(int fd, char * data, uint64_t n, uint64_t offset) {
 }
 
 // rows [from, to) of a part, from the file
-void read_rows(int fd, uint64_t offset, const part & p, size_t from, size_t to) {
+void read_rows(int fd, uint64_t offset, const tensor_rows & p, size_t from, size_t to) {
     const bool   is_host = ggml_backend_buffer_is_host(p.t->buffer);
     const size_t n_rows  = p.nb == p.row_bytes ? std::max<size_t>(1, PIECE/p.row_bytes) : 1;
     std::vector<char> piece(is_host ? 0 : n_rows*p.row_bytes);
@@ -306,10 +301,10 @@ std::vector<char> read_state(int fd, uint64_t offset, const llama_sparse_memory 
 }
 
 // All rows of these parts, by several threads, since each copies and touches its pages for the first time. Throws std::runtime_error
-void read_parts(int fd, uint64_t offset, const std::vector<part> & parts, int n_threads) {
+void read_parts(int fd, uint64_t offset, const std::vector<tensor_rows> & parts, int n_threads) {
     constexpr size_t ROWS = 64; // at a time
-    std::vector<std::pair<const part *, size_t>> jobs;
-    for (const part & p : parts) {
+    std::vector<std::pair<const tensor_rows *, size_t>> jobs;
+    for (const tensor_rows & p : parts) {
         for (size_t i = 0; i < p.n_row; i += ROWS) {
             jobs.emplace_back(&p, i);
         }
@@ -325,16 +320,13 @@ void read_parts(int fd, uint64_t offset, const std::vector<part> & parts, int n_
         }));
     }
     for (auto & thread : threads) {
-        thread.wait();
-    }
-    for (auto & thread : threads) {
-        thread.get(); // throws what it threw
+        thread.get(); // throws what it threw, once the others are through
     }
 }
 
 // The first n_row rows of K or V: whole pages of the file take the place of those of the cache, and the rest is read. Returns the bytes that
 // were mapped
-size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const part & p, size_t n_row) {
+size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const tensor_rows & p, size_t n_row) {
     const size_t page = llama_sparse_page_size(), n = n_row*p.row_bytes, n_page = n/page*page;
     const bool is_host = ggml_backend_buffer_is_host(p.t->buffer) && p.nb == p.row_bytes;
     char * base = is_host ? (char *) p.t->data + p.at : nullptr;
@@ -347,15 +339,12 @@ size_t map_rows(llama_sparse_shadow & shadow, int fd, uint64_t offset, const par
     return n_page;
 }
 
-int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind) {
-    ctx.synchronize();
-    ctx.memory_update(false); // copies of whole sequences that wait for the next decode(): they would overwrite the document, or copy it
-    const llama_sparse_memory m = llama_sparse_memory_of(ctx);
-    auto & kv = *m.kv;
-    place p = place_of(stream_of(ctx, kv, seq_id), n_pos);
-    auto & cells = llama_sparse_access::cells(kv, p.stream);
+// Where a document of this kind may be opened, up to position n_read. Throws std::runtime_error: nowhere
+place place_to_open(llama_context & ctx, const llama_sparse_memory & m, llama_seq_id seq_id, uint32_t n_pos, uint32_t n_read, const std::string & kind) {
+    place p = place_of(ctx, *m.kv, seq_id, n_pos);
+    const auto & cells = llama_sparse_access::cells(*m.kv, p.stream);
     p.cell = (cells.used_max_p1() + CELLS - 1)/CELLS*CELLS;
-    if (kv.seq_pos_max(seq_id) >= 0) {
+    if (m.kv->seq_pos_max(seq_id) >= 0) {
         throw std::runtime_error("the sequence holds something already");
     }
     if (n_read == 0 || n_read > n_pos) {
@@ -365,41 +354,48 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
         throw std::runtime_error("the document has " + std::to_string(n_read) + " positions, and the context room for " +
                 std::to_string(cells.size() - std::min(p.cell, cells.size())) + "\ntake a larger context");
     }
-    const std::string text = kind ? kind : "", rows_kind = text.substr(0, text.find('\n'));
-    if (rows_kind != kind_of_rows(ctx, m)) {
-        throw std::runtime_error("the document has K and V in " + rows_kind + ", the context in " + kind_of_rows(ctx, m) +
+    if (kind != kind_of_rows(ctx, m)) {
+        throw std::runtime_error("the document has K and V in " + kind + ", the context in " + kind_of_rows(ctx, m) +
                 "\ntake the cache types, the rotations (--rope-*) and about the context that it was read with");
     }
+    return p;
+}
+
+int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const std::string & kind) {
+    ctx.synchronize();
+    ctx.memory_update(false); // copies of whole sequences that wait for the next decode(): they would overwrite the document, or copy it
+    const llama_sparse_memory m = llama_sparse_memory_of(ctx);
+    auto & kv = *m.kv;
+    const std::string rows_kind = kind.substr(0, kind.find('\n'));
+    const place p = place_to_open(ctx, m, seq_id, n_pos, n_read, rows_kind);
     auto & shadow = llama_sparse_access::shadow(kv);
     if (!shadow) {
         shadow = std::make_shared<llama_sparse_shadow>(kv.get_n_stream(), kv.get_size());
     }
     const std::string shadow_kind = kind_of_shadow(kv);
-    const bool has_shadow = n_read == n_pos && !shadow_kind.empty() && text == rows_kind + "\n" + shadow_kind;
+    const bool has_shadow = n_read == n_pos && !shadow_kind.empty() && kind == rows_kind + "\n" + shadow_kind;
 
     const image im = image_of(m, p);
     const bool is_shadow_last = has_shadow && !im.shadow.empty();
-    const part & last = is_shadow_last ? im.shadow.back() : im.rows.back();
+    const tensor_rows & last = is_shadow_last ? im.shadow.back() : im.rows.back();
     const uint64_t need = last.offset + last.row_bytes*(is_shadow_last ? last.n_row : n_read);
     if (const int64_t size = llama_sparse_file_size(fd); size < 0 || (uint64_t) size < offset + need) {
         throw std::runtime_error("the document is shorter than its header says");
     }
     const std::vector<char> state = m.has_state() ? read_state(fd, offset, m, im, n_read) : std::vector<char>();
     std::vector<uint32_t> own(n_read);
-    for (uint32_t i = 0; i < n_read; ++i) {
-        own[i] = p.cell + i;
-    }
+    std::iota(own.begin(), own.end(), p.cell);
     shadow->invalidate(p.stream, own);
     int64_t mapped = 0;
-    for (const part & rows : im.rows) {
+    for (const tensor_rows & rows : im.rows) {
         mapped += map_rows(*shadow, fd, offset, rows, n_read);
     }
     if (has_shadow) {
         read_parts(fd, offset, im.shadow, ctx.get_cparams().n_threads_batch);
     }
-    const std::vector<int8_t> output(n_read, 0);
-    shadow->set_prompt(p.stream, own, output.data());
+    shadow->set_prompt(p.stream, own, std::vector<int8_t>(n_read, 0).data());
     try {
+        auto & cells = llama_sparse_access::cells(kv, p.stream);
         for (uint32_t i = 0; i < n_read; ++i) {
             cells.pos_set(own[i], i);
             cells.seq_add(own[i], seq_id);
@@ -422,36 +418,35 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
     return mapped;
 }
 
-// Seals all that is complete, and then the last run of codes anew if groups behind the document are in it: they have a say in its range, and may be
-// another sequence's, or of a text that was removed. The next token seals those again. Throws std::runtime_error
+// Seals the groups of a document. In the last run of codes those behind them have no say in its range then, since they may be another sequence's, or of a
+// text that was removed; the next token seals them again. Throws std::exception
 void seal_document(llama_context & ctx, llama_kv_cache & kv, const place & p) {
-    bool is_sealed = llama_sparse_attn_seal(&ctx) >= 0;
-    if (const auto & shadow = llama_sparse_access::shadow(kv); is_sealed && shadow && shadow->has_tensors() && ggml_sparse_has_codes(shadow->n_bit())) {
-        const uint32_t end = p.cell + p.n_group(shadow->n_bit())*GGML_SPARSE_GROUP;
-        std::vector<uint32_t> behind;
-        for (uint32_t i = end; i % GGML_SPARSE_RUN != 0 && i < kv.get_size(); i += GGML_SPARSE_GROUP) {
-            behind.push_back(i);
-        }
-        shadow->invalidate(p.stream, behind);
-        is_sealed = llama_sparse_seal(kv, *ctx.get_cparams().sparse, ctx.get_sched(), SIZE_MAX, end) >= 0;
+    if (!llama_sparse_find_shadowed(&kv)) {
+        return;
     }
-    if (!is_sealed) {
-        throw std::runtime_error("K could not be transposed");
+    auto & shadow = *llama_sparse_access::shadow(kv);
+    const uint32_t end = p.cell + p.n_group(shadow.n_bit())*GGML_SPARSE_GROUP, span = ggml_sparse_seal_span(shadow.n_bit());
+    std::vector<uint32_t> behind;
+    for (uint32_t i = end; i % span != 0 && i < kv.get_size(); i += GGML_SPARSE_GROUP) {
+        behind.push_back(i);
     }
+    shadow.invalidate(p.stream, behind);
+    llama_sparse_seal(ctx, SIZE_MAX, end);
 }
 
 } // namespace
 
 int64_t llama_sparse_document_bytes(llama_context * ctx, uint32_t n_pos, char * err, size_t n_err) {
-    return llama_sparse_guarded(err, n_err, [&] { return (int64_t) image_of(llama_sparse_memory_of(*ctx), place_of(0, n_pos)).bytes; });
+    return llama_sparse_guarded(err, n_err, [&] {
+        const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
+        return (int64_t) image_of(m, place_of(*ctx, *m.kv, 0, n_pos)).bytes;
+    });
 }
 
 int64_t llama_sparse_document_kind(llama_context * ctx, char * buf, size_t n_buf) {
-    return llama_sparse_guarded(buf, n_buf, [&] {
+    return llama_sparse_guarded_text(buf, n_buf, [&] {
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
-        const std::string kind = kind_of_rows(*ctx, m) + "\n" + kind_of_shadow(*m.kv);
-        snprintf(buf, n_buf, "%s", kind.c_str());
-        return (int64_t) kind.size();
+        return kind_of_rows(*ctx, m) + "\n" + kind_of_shadow(*m.kv);
     });
 }
 
@@ -461,7 +456,7 @@ int64_t llama_sparse_document_write(
         ctx->synchronize();
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
         auto & kv = *m.kv;
-        place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
+        place p = place_of(*ctx, kv, seq_id, n_pos);
         if (from > to || to > n_pos) {
             throw std::runtime_error("a document of " + std::to_string(n_pos) + " positions has no positions " + std::to_string(from) + " to " +
                     std::to_string(to));
@@ -471,7 +466,7 @@ int64_t llama_sparse_document_write(
         }
         p.cell = first_cell(kv, seq_id, p.stream, to);
         const image im = image_of(m, p);
-        for (const part & rows : im.rows) {
+        for (const tensor_rows & rows : im.rows) {
             write_rows(fd, offset, rows, from, to);
         }
         if (m.has_state()) {
@@ -486,10 +481,10 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
         ctx->synchronize();
         const llama_sparse_memory m = llama_sparse_memory_of(*ctx);
         auto & kv = *m.kv;
-        place p = place_of(stream_of(*ctx, kv, seq_id), n_pos);
+        place p = place_of(*ctx, kv, seq_id, n_pos);
         p.cell = first_cell(kv, seq_id, p.stream, n_pos);
         seal_document(*ctx, kv, p);
-        for (const part & rows : image_of(m, p).shadow) {
+        for (const tensor_rows & rows : image_of(m, p).shadow) {
             write_rows(fd, offset, rows, 0, rows.n_row);
         }
         return int64_t(0);
@@ -498,5 +493,5 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
 
 int64_t llama_sparse_document_open(
         llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read, const char * kind, char * err, size_t n_err) {
-    return llama_sparse_guarded(err, n_err, [&] { return open_document(*ctx, seq_id, fd, offset, n_pos, n_read, kind); });
+    return llama_sparse_guarded(err, n_err, [&] { return open_document(*ctx, seq_id, fd, offset, n_pos, n_read, kind ? kind : ""); });
 }

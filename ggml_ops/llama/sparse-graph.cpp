@@ -34,6 +34,7 @@ struct attention {
     int           il;
 
     const llama_sparse_spec & spec()    const { return inp.state->spec; }
+    float                     max_bias() const { return g.hparams.f_max_alibi_bias; }
     float                     softcap() const { return g.hparams.attn_soft_cap ? g.hparams.f_attn_logit_softcapping : 0.0f; }
     int32_t                   ikv()     const { return access::layer_ids(inp.kv()).at(il); }
     // where K lies: a view of the cache
@@ -132,8 +133,8 @@ void set_device(const llm_graph_context & g, ggml_backend_dev_t dev, ggml_tensor
 }
 
 // puts our nodes that t is made of into the graph
-ggml_tensor * emit(const attention & a, ggml_backend_dev_t dev, ggml_tensor * t, const char * name) {
-    llama_sparse_for_each_node(t, [&](ggml_tensor * node) { set_device(a.g, dev, node); });
+ggml_tensor * emit(const attention & a, ggml_tensor * t, const char * name) {
+    llama_sparse_for_each_node(t, [&](ggml_tensor * node) { set_device(a.g, a.device(), node); });
     a.g.cb(t, name, a.il);
     ggml_build_forward_expand(a.g.gf, t);
     return t;
@@ -156,8 +157,8 @@ ggml_tensor * build_seal(const attention & a, stage & x) {
         src.list   = x.list;
         src.sealed = x.sealed;
         src.stats  = inp.state->stats(a.device());
-        res = inp.shadow().build_seal(a.g.ctx0, inp.kv(), a.ikv(), inp.stream0(), src);
-        emit(a, a.device(), res, "sparse_seal");
+        res = inp.shadow().at(a.ikv()).seal(a.g.ctx0, inp.stream0(), src, { inp.shadow().n_bit(), llama_sparse_n_rot(inp.kv()) });
+        emit(a, res, "sparse_seal");
     }
     return res;
 }
@@ -165,11 +166,11 @@ ggml_tensor * build_seal(const attention & a, stage & x) {
 // attention of the tokens [lo, hi) of a prompt, exact unless the spec says otherwise
 ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_tensor * mask) {
     const ggml_sparse_prefill_params params = {
-        a.scale, a.g.hparams.f_max_alibi_bias, a.softcap(), a.spec().prompt > 0, a.spec().prompt_keep((uint32_t) a.k->ne[2]),
+        a.scale, a.max_bias(), a.softcap(), a.spec().prompt > 0, a.spec().prompt_keep((uint32_t) a.k->ne[2]),
     };
     ggml_sparse_src src = a.sources(lo, hi);
     src.mask = mask;
-    return emit(a, a.device(), ggml_sparse_attn_prefill(a.g.ctx0, &src, params), "sparse_prefill");
+    return emit(a, ggml_sparse_attn_prefill(a.g.ctx0, &src, params), "sparse_prefill");
 }
 
 // The tokens [lo, hi) by llama.cpp's own attention. Its function calls our hook again, which knows a mask by its address, and passes on this view
@@ -219,7 +220,7 @@ ggml_tensor * build_stock_replies(const attention & a) {
 }
 
 // the tokens of a stage out of those of the range, which are dimension d of t
-ggml_tensor * part_of(const attention & a, const stage & x, ggml_tensor * t, int d) {
+ggml_tensor * tokens_of(const attention & a, const stage & x, ggml_tensor * t, int d) {
     if (x.to - x.from == t->ne[d]) {
         return t;
     }
@@ -253,8 +254,8 @@ ggml_tensor * times_v_mla(const attention & a, ggml_tensor * x) {
     return ggml_reshape_2d(ctx, x, x->ne[0]*x->ne[1], x->ne[2]);
 }
 
-// "" or why a device should leave a step to its own flash attention. all: every position is read
-std::string why_not_there(const attention & a, bool all) {
+// "" or why a device should leave a step to its own flash attention
+std::string why_not_there(const attention & a, bool reads_all) {
     const auto & inp = a.inp;
     const auto & tok = inp.tok;
     if (llama_sparse_is_cpu(a.device())) {
@@ -262,8 +263,8 @@ std::string why_not_there(const attention & a, bool all) {
     }
     // it reads few bytes faster than it selects
     const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*tok.n_reply;
-    if (!a.spec().is_dense() && (all || dense_bytes < a.spec().gpu_min_mb*1e6)) {
-        return all ? "every position is read" : "short for a GPU";
+    if (!a.spec().is_dense() && (reads_all || dense_bytes < a.spec().gpu_min_mb*1e6)) {
+        return reads_all ? "every position is read" : "short for a GPU";
     }
     // its kernels keep the logits of the whole range, also of the prompts in it, so it may be as wide as replies alone can be
     if (tok.is_mixed() && tok.hi - tok.lo > LLAMA_MAX_SEQ) {
@@ -272,73 +273,67 @@ std::string why_not_there(const attention & a, bool all) {
     // that memory is not reserved, and a device that has none ends the program
     const int64_t n_head = a.q->ne[1], n_head_kv = a.k->ne[1];
     const double bytes = (4.0*n_head + (n_head > n_head_kv ? 12.0 : 8.0)*n_head_kv)*(tok.hi - tok.lo)*inp.n_kv;
-    return !all && bytes > GPU_SCRATCH_BYTES ? "too many logits for a GPU" : "";
+    return !reads_all && bytes > GPU_SCRATCH_BYTES ? "too many logits for a GPU" : "";
+}
+
+// of tokens of which the largest k and rank are these
+ggml_sparse_score_select_params params_of(const attention & a, int32_t topk_max, int32_t rank) {
+    const auto & spec = a.spec();
+    // a share below 1 does not become 1, which means none
+    const float top_p = spec.top_p < 1.0 ? std::min((float) spec.top_p, std::nextafter(1.0f, 0.0f)) : 1.0f;
+    return {
+        { rank, a.scale, a.max_bias(), a.softcap(), spec.n_bit, llama_sparse_n_rot(a.inp.kv()), a.inp.i_rank(a.il) },
+        { topk_max, (int32_t) a.k->ne[1], a.inp.n_local_max, spec.wants_mean_v(), top_p, 2*a.il, a.inp.i_forced() },
+    };
 }
 
 // attention of the decoded tokens of a stage; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
 ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std::string & why) {
     auto & inp = a.inp;
-    const auto & spec = a.spec();
-    const auto & tok  = inp.tok;
-
-    const bool latent = is_latent(a);
-    int32_t topk_max = 0, rank = 0; // the largest of those that read a selection
-    for (const auto & one : inp.settings) {
-        if (!latent && !inp.reads_all(one, a.il)) {
-            topk_max = std::max(topk_max, one.spec.cap_for(inp.topk_for(one, a.il), inp.n_kv));
-            rank     = std::max(rank, k_t ? inp.rank_for(one, a.il) : 0);
+    int32_t topk_max = 0, rank = 0; // the largest of those that read a selection; 0: all read every position
+    for (const auto & setting : inp.settings) {
+        if (!is_latent(a) && !inp.reads_all(setting, a.il)) {
+            topk_max = std::max(topk_max, setting.spec.cap_for(inp.topk_for(setting, a.il), inp.n_kv));
+            rank     = std::max(rank, inp.rank_for(setting, a.il));
         }
     }
-    const bool all = topk_max == 0;
-    const auto dev = a.device();
-    why = why_not_there(a, all);
+    why = why_not_there(a, topk_max == 0);
     if (!why.empty()) {
         return nullptr;
     }
 
-    ggml_sparse_src src = a.sources(tok.lo, tok.hi);
-    src.q    = part_of(a, x, src.q, 2);
-    src.mask = part_of(a, x, inp.mask_reply, 1);
-    auto & visible = x.visible[dev];
+    ggml_sparse_src src = a.sources(inp.tok.lo, inp.tok.hi);
+    src.q    = tokens_of(a, x, src.q, 2);
+    src.mask = tokens_of(a, x, inp.mask_reply, 1);
+    auto & visible = x.visible[a.device()];
     if (!visible) {
         visible = ggml_sparse_attn_visible(a.g.ctx0, src.mask);
         a.g.cb(visible, "sparse_visible", -1);
     }
     src.visible = visible;
 
-    const float max_bias = a.g.hparams.f_max_alibi_bias;
     ggml_tensor * res;
-    if (all) {
-        res = ggml_sparse_attn_attend(a.g.ctx0, &src, { a.scale, max_bias, a.softcap(), 0 });
+    if (topk_max == 0) {
+        res = ggml_sparse_attn_attend(a.g.ctx0, &src, { a.scale, a.max_bias(), a.softcap(), 0 });
     } else {
         inp.need_wanted(a.g);
-        src.wanted = part_of(a, x, inp.wanted, 1);
-        // a share below 1 does not become 1, which means none
-        const float top_p = spec.top_p < 1.0 ? std::min((float) spec.top_p, std::nextafter(1.0f, 0.0f)) : 1.0f;
-        ggml_sparse_score_select_params params = {
-            { rank, a.scale, max_bias, a.softcap(), 0, 0, 0 },
-            { topk_max, (int32_t) a.k->ne[1], inp.n_local_max, 0, top_p, 2*a.il, inp.i_forced() },
-        };
+        src.wanted = tokens_of(a, x, inp.wanted, 1);
         if (k_t) {
             inp.need_sealed(a.g);
-            inp.shadow().at(a.ikv()).give(a.g.ctx0, inp.n_stream, inp.stream0(), src);
+            inp.shadow().at(a.ikv()).view(a.g.ctx0, inp.stream0(), src);
             src.k_t    = k_t;
             src.sealed = x.sealed;
-            params.score.n_bit  = spec.n_bit;
-            params.score.n_rot  = llama_sparse_n_rot(inp.kv());
-            params.score.i_rank = inp.i_rank(a.il);
-            params.select.rest  = spec.wants_mean_v();
         }
-        res = (k_t ? ggml_sparq_attn : ggml_topk_attn)(a.g.ctx0, &src, params);
+        res = (k_t ? ggml_sparq_attn : ggml_topk_attn)(a.g.ctx0, &src, params_of(a, topk_max, rank));
     }
-    why = llama_sparse_why_not_run(dev, res);
+    why = llama_sparse_why_not_run(a.device(), res);
     if (!why.empty()) {
         return nullptr; // the nodes made above are in no graph
     }
     // before the layer's own nodes: on a GPU two neighbours among them may be one launch
-    set_device(a.g, dev, visible);
+    set_device(a.g, a.device(), visible);
     ggml_build_forward_expand(a.g.gf, visible);
-    return emit(a, dev, res, "sparse_attend");
+    return emit(a, res, "sparse_attend");
 }
 
 // Attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. What a stage seals counts as sealed whoever attends
@@ -360,7 +355,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
 
 // The attention of a layer, or nullptr and why it is left to llama.cpp. ours: PREFILL reads the prompts, else llama.cpp does. Either way a reply gets
 // what it gets without them
-ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string & why) {
+ggml_tensor * build_layer(const attention & a, bool has_cache, bool ours, std::string & why) {
     const auto & tok = a.inp.tok;
 
     ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a, a.inp.stages[0]) : nullptr;
@@ -398,18 +393,12 @@ ggml_tensor * build(const attention & a, bool has_cache, bool ours, std::string 
 // attention, which is upstream's. mctx == nullptr: a layer with a sliding window, of which we read prompts only.
 bool find_cache(const llm_graph_context & g, const ggml_tensor * kq_mask, const llama_kv_cache_context ** mctx) {
     for (const auto & input : g.res->inputs) {
-        auto * plain = dynamic_cast<llm_graph_input_attn_kv      *>(input.get());
-        auto * iswa  = dynamic_cast<llm_graph_input_attn_kv_iswa *>(input.get());
-        auto * latent = dynamic_cast<llm_graph_input_attn_k *>(input.get());
-        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid *>(input.get())) {
-            plain = hybrid->get_attn();
-        }
-        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid_iswa *>(input.get())) {
-            iswa = hybrid->get_attn();
-        }
-        if (auto * hybrid = dynamic_cast<llm_graph_input_mem_hybrid_k *>(input.get())) {
-            latent = hybrid->get_attn();
-        }
+        auto * hybrid        = dynamic_cast<llm_graph_input_mem_hybrid      *>(input.get());
+        auto * hybrid_iswa   = dynamic_cast<llm_graph_input_mem_hybrid_iswa *>(input.get());
+        auto * hybrid_latent = dynamic_cast<llm_graph_input_mem_hybrid_k    *>(input.get());
+        auto * plain  = hybrid        ? hybrid->get_attn()        : dynamic_cast<llm_graph_input_attn_kv      *>(input.get());
+        auto * iswa   = hybrid_iswa   ? hybrid_iswa->get_attn()   : dynamic_cast<llm_graph_input_attn_kv_iswa *>(input.get());
+        auto * latent = hybrid_latent ? hybrid_latent->get_attn() : dynamic_cast<llm_graph_input_attn_k       *>(input.get());
         if (latent && latent->get_kq_mask() == kq_mask) {
             *mctx = latent->mctx;
             return true;
@@ -438,7 +427,7 @@ ggml_tensor * llama_sparse_build_attn(
     if (kq_mask->ne[3] != k->ne[3]) { // a graph that only measures, for MiniMax-01 with one sequence, while k is of all
         return nullptr;
     }
-    auto & inp = *llm_graph_input_sparse::of(g);
+    auto & inp = *llm_graph_input_sparse::input_of(g);
     if (inp.tok.is_stock) {
         inp.layers.push_back({ il, "off", true });
         return nullptr;
@@ -447,7 +436,7 @@ ggml_tensor * llama_sparse_build_attn(
 
     std::string why = why_not_ours(a, mctx);
     const bool ours = inp.tok.has_prompt() && can_prefill(a);
-    ggml_tensor * res = build(a, mctx != nullptr, ours, why);
+    ggml_tensor * res = build_layer(a, mctx != nullptr, ours, why);
     inp.layers.push_back({ il, why, res == nullptr, res && !ours, res && is_latent(a) });
     return res;
 }

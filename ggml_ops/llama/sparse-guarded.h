@@ -24,6 +24,15 @@ template <typename F> auto llama_sparse_guarded(char * err, size_t n_err, F f) -
     }
 }
 
+// writes the text that f gives, or that of what it throws; the length, or -1
+template <typename F> int32_t llama_sparse_guarded_text(char * buf, size_t n, F f) {
+    return llama_sparse_guarded(buf, n, [&] {
+        const std::string s = f();
+        llama_sparse_write_text(s, buf, n);
+        return (int32_t) s.size();
+    });
+}
+
 // what f gives, or `otherwise` if it throws
 template <typename T, typename F> T llama_sparse_logged(const char * who, T otherwise, F f) {
     try {

@@ -136,7 +136,7 @@ bool llm_graph_input_sparse::tokens::same_graph(const tokens & other) const {
 // the graph
 //
 
-llm_graph_input_sparse * llm_graph_input_sparse::of(const llm_graph_context & g) {
+llm_graph_input_sparse * llm_graph_input_sparse::input_of(const llm_graph_context & g) {
     for (auto & input : g.res->inputs) {
         if (auto * inp = dynamic_cast<llm_graph_input_sparse *>(input.get())) {
             return inp;
@@ -401,15 +401,15 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
                 continue;
             }
             const int64_t n_head = hparams.n_head_kv(il);
-            const bool    is_all = reads_exactly || is_exact(x, il, n_pos);
-            const int64_t n_read = is_all ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
+            const bool    exact  = reads_exactly || is_exact(x, il, n_pos);
+            const int64_t n_read = exact ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
             const double  row    = llama_sparse_row_bytes(kv(), il);
             const double  score  = x.spec.has_shadow() ? x.score_shares[il]*row : ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));
-            (is_all ? sum.n_dense : sum.n_sparse)++;
+            (exact ? sum.n_dense : sum.n_sparse)++;
             sum.n_visible   += n_pos*n_head;
             sum.n_read      += n_read*n_head;
             sum.bytes_dense += row*n_pos*n_head;
-            sum.bytes_read  += (row*n_read + (is_all ? 0.0 : score*n_pos))*n_head;
+            sum.bytes_read  += (row*n_read + (exact ? 0.0 : score*n_pos))*n_head;
         }
     }
 }

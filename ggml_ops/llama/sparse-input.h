@@ -15,7 +15,7 @@ public:
     static constexpr size_t MAX_STAGES = 4;
 
     // the one of this graph, made by the first layer that asks
-    static llm_graph_input_sparse * of(const llm_graph_context & g);
+    static llm_graph_input_sparse * input_of(const llm_graph_context & g);
 
     llm_graph_input_sparse(const llm_graph_context & g, const llama_kv_cache_context * mctx);
 

@@ -13,9 +13,15 @@ using access = llama_sparse_access;
 
 namespace {
 
-// complete groups below `end` that are not sealed, by stream: about n_most, and then those whose codes have a range in common with the last one
-std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_most, uint32_t end) {
+// Complete groups below `end` that are not sealed, by stream: as many as hold n_bytes of K and V in all layers, one at least, and then those whose codes
+// have a range in common with the last one
+std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_bytes, uint32_t end) {
     const auto &  shadow = *access::shadow(kv);
+    size_t one = 0; // bytes of a group
+    for (const auto & layer : access::layers(kv)) {
+        one += GGML_SPARSE_GROUP*(layer.k->nb[1] + (layer.v ? layer.v->nb[1] : 0));
+    }
+    const size_t  n_most = std::max<size_t>(n_bytes/std::max<size_t>(one, 1), 1);
     const int32_t n_span = ggml_sparse_seal_span(shadow.n_bit())/GGML_SPARSE_GROUP;
     std::vector<std::vector<int32_t>> res(kv.get_n_stream());
     size_t n_group = 0;
@@ -37,7 +43,7 @@ std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_m
 struct seal_graph {
     llama_kv_cache                           & kv;
     const std::vector<std::vector<int32_t>>  & groups; // [n_stream]
-    size_t             n_list = 0;
+    size_t             n_list = 0, n_group = 0; // of the longest stream, and of all
     ggml_context_ptr   ctx;
     ggml_tensor      * list;   // [n_list, n_stream]; -1: nothing
     ggml_tensor      * sealed; // [n_grp, n_stream]
@@ -45,7 +51,8 @@ struct seal_graph {
 
     seal_graph(llama_kv_cache & kv, const std::vector<std::vector<int32_t>> & groups) : kv(kv), groups(groups) {
         for (const auto & of_stream : groups) {
-            n_list = std::max(n_list, of_stream.size());
+            n_list   = std::max(n_list, of_stream.size());
+            n_group += of_stream.size();
         }
         ctx.reset(ggml_init({ (16*access::layers(kv).size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
         list   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, groups.size());
@@ -57,28 +64,24 @@ struct seal_graph {
 
     // the cells of model layer il to `layer`
     void add(int32_t il, const llama_sparse_shadow::layer & layer, ggml_tensor * stats) {
-        llama_kv_cache::slot_info all;
-        all.s0 = 0;
-        all.s1 = groups.size() - 1;
         ggml_sparse_src src = {};
-        src.k      = kv.get_k(ctx.get(), il, kv.get_size(), all);
-        src.v      = kv.get_v(ctx.get(), il, kv.get_size(), all);
+        llama_sparse_view_cache(ctx.get(), kv, il, src);
         src.list   = list;
         src.sealed = sealed;
         src.stats  = stats;
-        layer.give(ctx.get(), groups.size(), 0, src);
-        ggml_build_forward_expand(gf, ggml_sparse_attn_seal(ctx.get(), &src, { access::shadow(kv)->n_bit(), llama_sparse_n_rot(kv) }));
+        ggml_build_forward_expand(gf, layer.seal(ctx.get(), 0, src, { access::shadow(kv)->n_bit(), llama_sparse_n_rot(kv) }));
     }
 
-    // on the backends of `like`, by a scheduler of its own, so that the allocations of the context's stay as they are; each node runs where its k_t lies
-    bool compute(ggml_backend_sched_t like) {
+    // On the backends of `like`, by a scheduler of its own, so that the allocations of the context's stay as they are; each node runs where its k_t lies.
+    // Throws std::runtime_error: no memory
+    void compute(ggml_backend_sched_t like) {
         std::vector<ggml_backend_t> backends;
         for (int i = 0; i < ggml_backend_sched_get_n_backends(like); ++i) {
             backends.push_back(ggml_backend_sched_get_backend(like, i));
         }
         ggml_backend_sched_ptr sched(ggml_backend_sched_new(backends.data(), nullptr, backends.size(), GGML_DEFAULT_GRAPH_SIZE, false, false));
         if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
-            return false;
+            throw std::runtime_error("no memory to transpose K");
         }
         const auto & shadow = *access::shadow(kv);
         for (uint32_t s = 0; s < groups.size(); ++s) {
@@ -90,57 +93,54 @@ struct seal_graph {
                 ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
             }
         }
-        return ggml_backend_sched_graph_compute(sched.get(), gf) == GGML_STATUS_SUCCESS;
+        if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
+            throw std::runtime_error("K could not be transposed");
+        }
     }
 };
 
 } // namespace
 
-int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most, uint32_t end) {
-    auto &     shadow = *access::shadow(kv);
-    const auto todo   = groups_to_seal(kv, n_most, end);
-    int64_t n_group = 0, n_layer = 0;
-    for (const auto & groups : todo) {
-        n_group += groups.size();
-    }
-    if (n_group == 0) {
+int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
+    const auto & state  = ctx.get_cparams().sparse;
+    auto *       cached = llama_sparse_find_shadowed(ctx.get_memory());
+    if (!state || !cached) {
         return 0;
     }
+    auto &     kv     = *cached;
+    auto &     shadow = *access::shadow(kv);
+    const auto todo   = groups_to_seal(kv, n_bytes, end);
+    int64_t    n_layer = 0;
     seal_graph graph(kv, todo);
     for (const auto & [il, ikv] : access::layer_ids(kv)) {
-        const auto & cached = access::layers(kv)[ikv];
-        if (shadow.at(ikv).k_t && cached.il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
-            graph.add(il, shadow.at(ikv), state.stats(llama_sparse_device_of(cached.k)));
+        const auto & layer = access::layers(kv)[ikv];
+        if (shadow.at(ikv).k_t && layer.il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
+            graph.add(il, shadow.at(ikv), state->stats(llama_sparse_device_of(layer.k)));
             ++n_layer;
         }
     }
-    if (n_layer == 0) {
+    if (n_layer == 0 || graph.n_group == 0) {
         return 0;
     }
-    // whatever throws or fails in between, no group may count as sealed whose part of the shadow was not written
-    struct unless_done {
-        llama_sparse_shadow & shadow;
-        bool                  is_done;
-
-        ~unless_done() {
-            if (!is_done) {
-                shadow.rollback();
+    // the backends have the threads of a step or of a prompt, whichever came last
+    const auto & cparams = ctx.get_cparams();
+    for (const auto & [backend, set_n_threads] : access::set_n_threads_fns(ctx)) {
+        set_n_threads(backend, std::min(cparams.n_threads, cparams.n_threads_batch));
+    }
+    shadow.commit();
+    try {
+        for (uint32_t s = 0; s < todo.size(); ++s) {
+            for (int32_t g : todo[s]) {
+                shadow.seal(s, g);
             }
         }
-    };
-    shadow.commit();
-    unless_done guard = { shadow, false };
-    for (uint32_t s = 0; s < todo.size(); ++s) {
-        for (int32_t g : todo[s]) {
-            shadow.seal(s, g);
-        }
+        graph.compute(ctx.get_sched());
+    } catch (...) {
+        shadow.rollback(); // no group may count as sealed whose part of the shadow was not written
+        throw;
     }
-    if (!graph.compute(like)) {
-        return -1;
-    }
-    guard.is_done = true;
     shadow.commit();
-    return n_layer*n_group;
+    return n_layer*(int64_t) graph.n_group;
 }
 
 //
@@ -218,10 +218,11 @@ int64_t llama_sparse_count_stale(llama_kv_cache & kv, ggml_backend_sched_t like)
         const auto like_own = [&](ggml_tensor * t) { return t ? ggml_dup_tensor(ctx.get(), t) : nullptr; };
         const llama_sparse_shadow::layer copy = { like_own(own.k_t), like_own(own.k_range), like_own(own.v_sum), "" };
         ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_buffer_get_type(own.k_t->buffer)));
-        graph.add(access::layers(kv)[ikv].il, copy, nullptr);
-        if (!buf || !graph.compute(like)) {
+        if (!buf) {
             throw std::runtime_error("no memory to check the transposed copy of K");
         }
+        graph.add(access::layers(kv)[ikv].il, copy, nullptr);
+        graph.compute(like);
         const layer_check check = { { own.k_t, copy.k_t }, { own.k_range, copy.k_range }, { own.v_sum, copy.v_sum }, shadow.n_bit() };
         for (uint32_t s = 0; s < groups.size(); ++s) {
             uint32_t n = 0; // of the groups of a sum block

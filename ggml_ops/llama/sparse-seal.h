@@ -5,11 +5,10 @@
 #include "sparse-shadow.h"
 #include "sparse-state.h"
 
-// Seals complete groups of all layers and streams, on the backends of `like`: all of them, or n_most and the rest of the run in which that number is
-// reached, so that it does not matter in how many calls. None that goes beyond cell `end` of a stream. Returns how many (layer, group) that were; < 0:
-// not computed
-int64_t llama_sparse_seal(llama_kv_cache & kv, llama_sparse_state & state, ggml_backend_sched_t like, size_t n_most = SIZE_MAX,
-        uint32_t end = UINT32_MAX);
+// Seals complete groups of all layers and streams: all of them, or those that hold n_bytes of K and V and the rest of the run in which that number is
+// reached, so that it does not matter in how many calls. None that goes beyond cell `end` of a stream. What runs must be done. Returns how many (layer,
+// group) that were, 0 without a shadow. Throws std::exception: they count as not sealed
+int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes = SIZE_MAX, uint32_t end = UINT32_MAX);
 
 // Number of (layer, group) in which the sealed data are not what SEAL makes of K and V, on the backends of `like`
 int64_t llama_sparse_count_stale(llama_kv_cache & kv, ggml_backend_sched_t like);

@@ -23,6 +23,11 @@ llama_sparse_shadow::llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell) :
     flags(n_stream, std::vector<uint8_t>(ggml_sparse_n_groups(n_cell), 0)), prompt(n_stream, std::vector<uint8_t>(n_cell, 0)) {
 }
 
+llama_kv_cache * llama_sparse_find_shadowed(llama_memory_i * memory) {
+    auto * kv = llama_sparse_find_cache(memory);
+    return kv && llama_sparse_access::shadow(*kv) && llama_sparse_access::shadow(*kv)->has_tensors() ? kv : nullptr;
+}
+
 //
 // tensors
 //
@@ -31,12 +36,18 @@ static ggml_tensor * view_streams(ggml_context * ctx, ggml_tensor * t, int64_t n
     return t ? ggml_view_3d(ctx, t, t->ne[0], t->ne[1], n_stream, t->nb[1], t->nb[2], s0*t->nb[2]) : nullptr;
 }
 
-void llama_sparse_shadow::layer::give(ggml_context * ctx, int64_t n_stream, uint32_t s0, ggml_sparse_src & src) const {
+void llama_sparse_shadow::layer::view(ggml_context * ctx, uint32_t s0, ggml_sparse_src & src) const {
+    const int64_t n_stream = src.k->ne[3];
     src.k_t   = view_streams(ctx, k_t, n_stream, s0);
     src.v_sum = view_streams(ctx, v_sum, n_stream, s0);
     // scales and zeros lie in memory component by component, since SCORE reads those of few components; the ops see [2, components, n_run, n_stream]
     const ggml_tensor * r = k_range;
     src.k_range = r ? ggml_view_4d(ctx, k_range, r->ne[0], r->ne[2], r->ne[1], n_stream, r->nb[2], r->nb[1], r->nb[3], s0*r->nb[3]) : nullptr;
+}
+
+ggml_tensor * llama_sparse_shadow::layer::seal(ggml_context * ctx, uint32_t s0, ggml_sparse_src & src, ggml_sparse_seal_params params) const {
+    view(ctx, s0, src);
+    return src.k_t = ggml_sparse_attn_seal(ctx, &src, params);
 }
 
 // positions of a row of k_t
@@ -69,46 +80,46 @@ llama_sparse_shadow::layer llama_sparse_shadow::layer::make(ggml_context * ctx, 
 }
 
 // "" or why there is none with these settings: the device of the layer's K lacks one of SparQ's kernels. Asks with the nodes of a token that sees all of
-// the cache
+// the cache; of their parameters any will do, since devices look at shapes
 static std::string why_no_layer(const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv) {
-    const auto & hparams = llama_sparse_access::hparams(kv);
-    const int    il      = llama_sparse_access::layers(kv)[ikv].il;
     const ggml_backend_dev_t dev = llama_sparse_device_of(llama_sparse_access::layers(kv)[ikv].k);
     if (!dev) {
         return "";
     }
     ggml_context_ptr scratch(ggml_init({ 64*ggml_tensor_overhead(), nullptr, true }));
     ggml_context * ctx = scratch.get();
-    const auto layer = llama_sparse_shadow::layer::make(ctx, kv, spec, ikv);
-
+    const int     il   = llama_sparse_access::layers(kv)[ikv].il;
     const int64_t n_kv = kv.get_size(), ns = kv.get_n_stream();
-    llama_kv_cache::slot_info all;
-    all.s0 = 0;
-    all.s1 = ns - 1;
     ggml_sparse_src in = {};
-    in.k       = kv.get_k(ctx, il, n_kv, all);
-    in.v       = kv.get_v(ctx, il, n_kv, all);
-    in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], hparams.n_head(il), 1, ns);
+    llama_sparse_view_cache(ctx, kv, il, in);
+    in.q       = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, in.k->ne[0], llama_sparse_access::hparams(kv).n_head(il), 1, ns);
     in.mask    = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, n_kv, 1, 1, ns);
     in.sealed  = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, ggml_sparse_n_groups(n_kv), ns);
     in.visible = ggml_sparse_attn_visible(ctx, in.mask);
-    in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 2 + std::max(spec.sinks, 1), 1, 1, ns);
+    in.wanted  = ggml_new_tensor_4d(ctx, GGML_TYPE_I32, 3, 1, 1, ns);
     in.list    = in.sealed;
-    layer.give(ctx, ns, 0, in);
-    in.k_t     = ggml_sparse_attn_seal(ctx, &in, { spec.n_bit, llama_sparse_n_rot(kv) });
+    const ggml_sparse_seal_params seal = { spec.n_bit, llama_sparse_n_rot(kv) };
+    llama_sparse_shadow::layer::make(ctx, kv, spec, ikv).seal(ctx, 0, in, seal);
+    const ggml_sparse_score_params  score  = { 1, 1.0f, 0.0f, 0.0f, seal.n_bit, seal.n_rot, 0 };
+    const ggml_sparse_select_params select = { 1, (int32_t) in.k->ne[1], 0, in.v_sum != nullptr, 1.0f, 0, 2 };
+    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, { score, select }));
+}
 
-    const auto shares = llama_sparse_score_shares(kv, spec, hparams.n_layer());
-    ggml_sparse_score_select_params params = {};
-    params.score.rank       = spec.rank_for(il, in.k->ne[0], llama_sparse_row_bytes(kv, il));
-    params.score.scale      = 1.0f;
-    params.score.n_bit      = spec.n_bit;
-    params.score.n_rot      = llama_sparse_n_rot(kv);
-    params.select.topk_max  = spec.cap_for(spec.topk_for(il, n_kv, shares), n_kv);
-    params.select.n_head_kv = in.k->ne[1];
-    params.select.rest      = layer.v_sum && spec.wants_mean_v();
-    params.select.top_p     = (float) spec.top_p;
-    params.select.i_forced  = 2;
-    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, params));
+// Memory of a device (nullptr: the host) for the tensors of ctx; none with no_alloc, in a context that only measures. It is not cleared: a group is read only
+// after it was sealed, and the pages are first touched by the threads that seal. Throws std::runtime_error
+static ggml_backend_buffer_ptr allocate(ggml_context * ctx, ggml_backend_dev_t dev, bool no_alloc) {
+    const ggml_backend_buffer_type_t buft = dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
+    ggml_backend_buffer_ptr buf(no_alloc ? ggml_backend_buft_alloc_buffer(buft, 0) : ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
+    if (!buf) {
+        throw std::runtime_error("no memory for the transposed copy of K\nuse a shorter context, or topk, which needs no copy");
+    }
+    for (ggml_tensor * t = ggml_get_first_tensor(ctx); t && no_alloc; t = ggml_get_next_tensor(ctx, t)) {
+        t->buffer = buf.get(); // as upstream makes K and V then
+    }
+    if (ggml_backend_buffer_is_host(buf.get())) {
+        llama_sparse_huge_pages((char *) ggml_backend_buffer_get_base(buf.get()), ggml_backend_buffer_get_size(buf.get()));
+    }
+    return buf;
 }
 
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
@@ -138,26 +149,14 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
         new_layers[ikv].reason = reason;
     }
     for (auto & [dev, ctx] : by_device) {
-        ggml_tensor * first = ggml_get_first_tensor(ctx.get());
-        if (!first) {
+        if (!ggml_get_first_tensor(ctx.get())) {
             continue;
         }
-        const ggml_backend_buffer_type_t buft = dev ? ggml_backend_dev_buffer_type(dev) : ggml_backend_cpu_buffer_type();
-        // not cleared: a group is read only after it was sealed, and the pages are first touched by the threads that seal
         const bool no_alloc = llama_sparse_access::hparams(kv).no_alloc;
-        ggml_backend_buffer_ptr buf(no_alloc ? ggml_backend_buft_alloc_buffer(buft, 0) : ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
-        if (!buf) {
-            throw std::runtime_error("no memory for the transposed copy of K\nuse a shorter context, or topk, which needs no copy");
-        }
-        if (no_alloc) { // a context that only measures: without memory, as upstream makes K and V, and counted with them
-            for (ggml_tensor * t = first; t; t = ggml_get_next_tensor(ctx.get(), t)) {
-                t->buffer = buf.get();
-            }
+        ggml_backend_buffer_ptr buf = allocate(ctx.get(), dev, no_alloc);
+        if (no_alloc) { // counted with K and V
             llama_sparse_access::ctxs_bufs(kv).emplace_back(std::move(ctx), std::move(buf));
             continue;
-        }
-        if (ggml_backend_buffer_is_host(buf.get())) {
-            llama_sparse_huge_pages((char *) ggml_backend_buffer_get_base(buf.get()), ggml_backend_buffer_get_size(buf.get()));
         }
         new_ctxs.push_back(std::move(ctx));
         new_bufs.push_back(std::move(buf));
@@ -177,11 +176,6 @@ std::map<ggml_backend_dev_t, size_t> llama_sparse_shadow::bytes() const {
         res[llama_sparse_device_of(buf.get())] += ggml_backend_buffer_get_size(buf.get());
     }
     return res;
-}
-
-ggml_tensor * llama_sparse_shadow::build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, uint32_t s0, ggml_sparse_src src) const {
-    layers[ikv].give(ctx, src.k->ne[3], s0, src);
-    return ggml_sparse_attn_seal(ctx, &src, { bits, llama_sparse_n_rot(kv) });
 }
 
 //

@@ -32,6 +32,9 @@ std::vector<uint32_t> llama_sparse_kv_in_memory();
 // Is the context that this thread makes one of a draft, whose layers are not those that the variables of the environment are written for?
 bool llama_sparse_makes_draft();
 
+// the cache of a context that has the tensors of a shadow; nullptr: none has
+llama_kv_cache * llama_sparse_find_shadowed(llama_memory_i * memory);
+
 struct llama_sparse_shadow {
     llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell);
 
@@ -46,8 +49,11 @@ struct llama_sparse_shadow {
         // the tensors that `spec` needs for layer ikv of the cache, without memory
         static layer make(ggml_context * ctx, const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv);
 
-        // src.k_t, k_range and v_sum as the ops see them, of n_stream streams from s0 on
-        void give(ggml_context * ctx, int64_t n_stream, uint32_t s0, ggml_sparse_src & src) const;
+        // sets src.k_t, k_range and v_sum, as the ops see them, of as many streams as src.k has, from s0 on
+        void view(ggml_context * ctx, uint32_t s0, ggml_sparse_src & src) const;
+
+        // the same, and SEAL of them, whose result becomes src.k_t. src: the other tensors that SEAL reads
+        ggml_tensor * seal(ggml_context * ctx, uint32_t s0, ggml_sparse_src & src, ggml_sparse_seal_params params) const;
     };
 
     // Those that `spec` needs, where K lies; keeps those that are there, if they will do. Throws std::runtime_error: no memory
@@ -57,9 +63,6 @@ struct llama_sparse_shadow {
     const layer & at(int32_t ikv) const { return layers[ikv]; } // k_t == nullptr: this layer of the cache has no shadow
     int32_t       n_bit() const { return bits; }
     std::map<ggml_backend_dev_t, size_t> bytes() const; // of each device that holds some
-
-    // SEAL for one layer; returns its k_t. src: the other tensors of ggml_sparse_attn_seal(); k and v are views of the cache from stream s0 on
-    ggml_tensor * build_seal(ggml_context * ctx, const llama_kv_cache & kv, int32_t ikv, uint32_t s0, ggml_sparse_src src) const;
 
     // ---- the sealed groups: their part of the tensors equals K and V
 

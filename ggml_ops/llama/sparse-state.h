@@ -93,5 +93,5 @@ private:
 // of a context, see llama_sparse_shadow
 size_t llama_sparse_shadow_bytes(llama_context & ctx);
 
-// a graph that was built before must not be used again
-void llama_sparse_new_graphs(llama_context & ctx);
+// throws llama_sparse_error: there is no such sequence
+void llama_sparse_check_seq(const llama_context & ctx, llama_seq_id seq);

@@ -71,14 +71,10 @@ def save(model: Path, result: Result) -> Path:
     data = {"schema": SCHEMA, "model": digest, "results": [*others, result]}
     reason = ""
     for file in _files(model, digest):
-        new = file.with_name(f"{file.name}.{os.getpid()}.new")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-            new.replace(file)
+            paths.put(file, json.dumps(data, indent=1) + "\n")
             return file
         except OSError as e:
-            new.unlink(missing_ok=True)
             reason = f"{file}: {e.strerror or e}"
     raise SparqError(f"the result cannot be kept: {reason}", "SPARQ_CACHE names another folder")
 

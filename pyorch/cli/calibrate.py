@@ -101,9 +101,9 @@ def _search(
     n_contexts, n_tokens = options.contexts or sizes[0], options.tokens or sizes[1]
     search.check_contexts(n_contexts)
     demo = paths.data("models") / "demo"
-    bundled = [demo / "document.txt", demo / "story.txt"]
-    text = "\n\n".join(read_texts([Path(options.text)] if options.text else bundled))
     n_pos = context.ctx or N_CTX
+    books = [Path(options.text)] if options.text else [demo / "document.txt", demo / "story.txt"]
+    text = "\n\n".join(read_texts(books, n_contexts * n_pos))
     context, load = replace(context, ctx=n_pos), opt.LoadOptions()
     with open_session(model, None, context, load, n_contexts) as session:
         return search.run(

@@ -190,7 +190,7 @@ def run(
     setup: dict[str, object] = {  # of `evals.task.Setup`, without what belongs to a task
         "ctx": options.ctx,
         "seed": options.seed,
-        "texts": read_texts(books),
+        "texts": read_texts(books, options.ctx),
         "chat": examples.chat,
         "confusion": None if examples.confusion == "fit" else examples.confusion,
         "questions": examples.questions,

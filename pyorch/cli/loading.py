@@ -151,7 +151,7 @@ def session_options(
         attention=attention,
         rope=load.rope.settings(),
         n_sequences=n_sequences,
-        n_away=place.n_away(native.uses_cuda()),
+        n_away=place.n_away(native.has_gpu_memory()),
     )
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 ANSWER_S = 60  # to render and tokenise a long text
 _TEMPLATES = {"--chat-template", "--chat-template-file", "--no-jinja"}
-_DATES = ("date_string", "datetime")
+# llama-server gives a template today in these, unless a request does; `read` does so only with
+# --chat-template-kwargs
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}
 _DIRECTIVE = re.compile("%[-_0^#]?[A-Za-z]")  # of strftime
 # they change K and V, and llama-server does not use a document that was read without them
 _CHANGES = re.compile(
@@ -54,9 +56,12 @@ def _their_time(
     own = str(file.metadata.get("tokenizer.chat_template") or "")
     name, when = next(((d.name, d.when) for d in documents if d.when), (documents[0].name, None))
     words = " ".join(more)
-    # llama-server gives a template these; `read` does so only with --chat-template-kwargs
-    dates = [date for date in _DATES if date in own and date not in words]
-    source = "".join(f"{{%- set {date} = sparq_undefined -%}}" for date in dates)
+    source = "".join(
+        f"{{%- if {date} == strftime_now({format!r}) -%}}"
+        f"{{%- set {date} = sparq_undefined -%}}{{%- endif -%}}"
+        for date, format in _DATES.items()
+        if date in own and date not in words
+    )
     if when and "strftime_now" in own:
         # a macro in place of the function that tells a template the time: it tells this one
         parts = sorted(set(_DIRECTIVE.findall(own)))

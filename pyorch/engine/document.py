@@ -74,9 +74,9 @@ class Reading:
         """
         if self.form == "plain":
             return tokenize(of, self.text, parse_special=True)
-        # the questions share no letter: what both conversations begin with is the document
+        # the questions differ in all that a template may count: both begin with the document alone
         template = template or ChatTemplate(of)
-        both = {q: template.tokens(self.messages(q)) for q in ("a", "Why?")}
+        both = {q: template.tokens(self.messages(q)) for q in ("a", "Is it so?\nWhy?")}
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*both.values(), strict=False))
         before = [token for token, _ in pairs]
         rests = {q: detokenize(of, tokens[len(before) :]) for q, tokens in both.items()}

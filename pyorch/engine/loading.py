@@ -43,7 +43,7 @@ def load(
     names = {f.name for f in fields(Placement)} & options.keys()
     place = Placement(**{name: options.pop(name) for name in names})
     file = path if isinstance(path, GGUFFile) else read_gguf(path)
-    options = {"n_away": place.n_away(native.uses_cuda()), **options}
+    options = {"n_away": place.n_away(native.has_gpu_memory()), **options}
     settings = settings or settings_for(file, SessionOptions(**options))
     place = replace(place, repack=place.repack and not settings.lacking)
     model = load_model(file, stock=stock, progress=progress, **vars(place))

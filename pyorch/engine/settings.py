@@ -121,9 +121,9 @@ class Placement:
     numa: str = ""
     repack: bool = True
 
-    def n_away(self, has_gpu: bool) -> int | None:
-        """That of `SessionOptions`. llama.cpp counts the output as one more layer."""
-        if not (self.workers or (has_gpu and self.kv_offload is not False)):
+    def n_away(self, has_memory: bool) -> int | None:
+        """That of `SessionOptions`. has_memory: of a GPU's own. The output counts as a layer."""
+        if not (self.workers or (has_memory and self.kv_offload is not False)):
             return 0
         return None if self.n_gpu_layers is None else max(self.n_gpu_layers - 1, 0)
 
@@ -146,7 +146,8 @@ class SessionOptions:
     n_sequences     sequences that `parallel` decodes together, each with `n_ctx` positions
     n_mapped        positions of a document that is opened next: their K and V are pages of its
                     file, which the system can drop, so they do not count as memory
-    n_away          layers whose weights, K and V are on a GPU or other machines; None is all
+    n_away          layers whose weights, K and V are in a GPU's own memory or on other machines;
+                    None is all
     swa_full        layers with a sliding window keep all positions, so that a session can go back
                     to any of them at once; otherwise the window and a batch, as llama.cpp's own
                     programs do

@@ -14,11 +14,18 @@ from pyorch.text import printable
 from pyorch.text_file import read_text
 
 SHOWN = 5  # names of what a folder holds and is left out
+LARGEST = 8 << 20  # characters of all books, which are tokenised in some seconds
+TOKEN = 16  # characters: the mean of no text has more
 
 
-def read_texts(names: Sequence[Path]) -> list[str]:
+def read_texts(names: Sequence[Path], n_tokens: int = 0) -> list[str]:
     """Read books: each name is a file, or a folder of *.txt; a note names what else a folder holds.
     Project Gutenberg's frame is cut off.
+
+    Of books that are longer than `LARGEST` together, each ends after its share; a note says where.
+
+    Args:
+        n_tokens: each keeps that many, if it has them.
 
     Raises:
         SparqError: there is nothing to read, or nothing in a file.
@@ -29,6 +36,11 @@ def read_texts(names: Sequence[Path]) -> list[str]:
     texts = [_body(read_text(f, "--text FILE or DIR")) for f in files]
     if empty := [f for f, text in zip(files, texts, strict=True) if not text]:
         raise SparqError(f"{empty[0]}: there is no text in it", "--text FILE or DIR")
+    if sum(map(len, texts)) > LARGEST:
+        n = max(LARGEST // len(texts), TOKEN * n_tokens)
+        for f in (f for f, text in zip(files, texts, strict=True) if len(text) > n):
+            say(f"{printable(str(f))}: only its first {n} characters are used")
+        texts = [text[:n] for text in texts]
     return texts
 
 

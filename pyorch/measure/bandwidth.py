@@ -85,8 +85,7 @@ def measured(n_threads: int) -> float:
     fastest = max(reader.read() for _ in range(_PASSES))
     if not is_busy:
         with suppress(OSError):  # it is measured again each time
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(str(fastest))
+            paths.put(kept, str(fastest))
     return fastest
 
 

@@ -8,6 +8,7 @@ so a 100 GB model takes milliseconds.
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -239,7 +240,8 @@ def _read_part(path: Path) -> GGUFFile:
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, data)
     except OSError as e:
-        raise SparqError(f"{path}: {e.strerror or e}", "check its permissions") from None
+        hint = "raise ulimit -v" if e.errno == errno.ENOMEM else "check its permissions"
+        raise SparqError(f"{path}: {e.strerror or e}", hint) from None
 
 
 def _parse(path: Path, data: mmap.mmap) -> GGUFFile:

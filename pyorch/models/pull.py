@@ -348,8 +348,7 @@ def fetch(model: Model, say: Say = silent) -> Model:
     ref = spec.folder / "refs" / spec.revision
     known = ref.read_text() if ref.is_file() else spec.revision
     if known != model.commit:
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(model.commit)
+        paths.put(ref, model.commit)
     return model
 
 

@@ -81,6 +81,13 @@ def uses_cuda() -> bool:
     return _has_cuda(folder) if folder else bool(cuda.find_nvcc())
 
 
+def has_gpu_memory() -> bool:
+    """Whether it runs on a GPU that does not share the main memory."""
+    from pyorch.native import cuda
+
+    return uses_cuda() and not all(device.integrated for device in cuda.devices()[0])
+
+
 def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
     """The same folder as `find` returns, but it must exist. Nothing is compiled.
 

@@ -40,7 +40,8 @@ for i in range(n.value):
         cc.append(x.value)
     size = ctypes.c_size_t()
     c.cuDeviceTotalMem_v2(ctypes.byref(size), i)
-    print(f"{cc[0]}{cc[1]}\\t{name.value.decode()}\\t{size.value}")
+    c.cuDeviceGetAttribute(ctypes.byref(x), 18, i)
+    print(f"{cc[0]}{cc[1]}\\t{name.value.decode()}\\t{size.value}\\t{x.value}")
 """
 
 _PROGRAM = """
@@ -64,6 +65,7 @@ class Device:
     arch: str  # compute capability, "90" for 9.0
     name: str
     memory: int = 0  # bytes
+    integrated: bool = False  # they are main memory
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def devices() -> tuple[tuple[Device, ...], str]:
     if done.returncode != 0 or not rows:
         reason = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
         return (), f"no CUDA device: {reason}"
-    return tuple(Device(arch, name, int(memory)) for arch, name, memory in rows), ""
+    return tuple(Device(arch, name, int(n), kind == "1") for arch, name, n, kind in rows), ""
 
 
 def is_preferred() -> bool:

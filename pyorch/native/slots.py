@@ -1,7 +1,7 @@
 """The ops of our nodes, their parameters, and the slots of their sources in `src[]`, for code that
 makes nodes, or reads them while they run.
 
-This mirrors ggml_ops/ggml-sparse.h and ggml-sparse-nodes.h; tests compare them.
+This mirrors ggml_ops/ggml-sparse.h, sparse-params.h and ggml-sparse-nodes.h; tests compare them.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
 from pyorch.models.gguf_file import read_gguf
+from pyorch.native import cuda
 
 Run = Callable[..., Any]
 F16 = (CACHE_TYPES["f16"], CACHE_TYPES["f16"])
@@ -155,17 +156,21 @@ def test_llama_server_is_told(
 
 
 @pytest.mark.parametrize(
-    ("load", "fits"),
+    ("load", "integrated", "fits"),
     [
-        ({}, True),
-        ({"kv_offload": True}, True),
-        ({"kv_offload": False}, False),
-        ({"n_gpu_layers": 1}, False),  # the output alone
+        ({}, False, True),
+        ({"kv_offload": True}, False, True),
+        ({"kv_offload": False}, False, False),
+        ({"n_gpu_layers": 1}, False, False),  # the output alone
+        ({}, True, False),
+        ({"kv_offload": True}, True, False),
     ],
 )
 def test_what_a_gpu_holds_takes_no_main_memory(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, load: dict[str, Any], fits: bool
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, load: dict[str, Any], integrated: bool, fits: bool
 ) -> None:
+    device = cuda.Device("87", "one that is not there", integrated=integrated)
+    monkeypatch.setattr(cuda, "devices", lambda: ((device,), ""))
     monkeypatch.setattr(native, "uses_cuda", lambda: True)
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     options = session_options(None, ContextOptions(ctx=1024), LoadOptions(**load))

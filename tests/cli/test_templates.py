@@ -200,8 +200,9 @@ def test_a_template_that_loses_words_is_refused(run: Run, tmp_path: Path) -> Non
         TURNS.replace("m['content']", "m['content'][:200]"),
         TURNS.replace("m['content']", "m['content'][-200:]"),
         TURNS.replace("m['content']", "m['content'].split('once')[-1]"),
+        TURNS.replace("m['content']", "(m['content'] | wordcount | string) + m['content']"),
     ],
-    ids=["random", "beginning", "end", "last part"],
+    ids=["random", "beginning", "end", "last part", "its number of words"],
 )
 def test_a_template_that_changes_or_cuts_a_text(
     run: Run, text: Path, tmp_path: Path, template: str

@@ -1,6 +1,7 @@
-// Lets the n-th allocation of C++ fail, for test_no_memory.py: loaded before the C++ library (LD_PRELOAD).
+// Lets the n-th allocation of C++ fail, or all buffers of ggml, for test_no_memory.py: loaded before the C++ library (LD_PRELOAD).
 
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <new>
 
@@ -10,6 +11,15 @@ static std::atomic<long> left(-1), n_failed(0);
 extern "C" long fail_new(long n) {
     left = n;
     return n_failed.exchange(0);
+}
+
+static std::atomic<bool> no_buffers(false);
+
+extern "C" void fail_buffers(bool fail) { no_buffers = fail; }
+
+extern "C" int posix_memalign(void ** p, size_t alignment, size_t n) noexcept {
+    *p = no_buffers ? nullptr : aligned_alloc(alignment, (n + alignment - 1)/alignment*alignment);
+    return *p ? 0 : ENOMEM;
 }
 
 void * operator new(size_t n) {

@@ -20,7 +20,8 @@ N = 200
 
 def main(path: Path) -> None:
     """For each function how many of its allocations failed, and what it said: one line of JSON."""
-    lib, fail = bindings()._lib, ctypes.CDLL(None).fail_new
+    lib, preloaded = bindings()._lib, ctypes.CDLL(None)
+    fail = preloaded.fail_new
     fail.restype, fail.argtypes = ctypes.c_long, [ctypes.c_long]
     err, size = ctypes.create_string_buffer(1024), c_size_t(1024)
     with Model(path) as model, Context(model, n_ctx=1024) as ctx, TemporaryFile() as file:
@@ -72,6 +73,14 @@ def main(path: Path) -> None:
             ok = result is not None if kind_of is c_void_p else result >= 0
             said = err.value.decode() if args[-1] is size else ""
             found[name] = {"works": ok, "said": said, "failed": results}
+        # new settings need other buffers, for which there is no memory
+        preloaded.fail_buffers(True)
+        results = [lib.llama_set_sparse_attn(at, b"topk,topk=8,min_ctx=0", err, size) < 0]
+        said, more = err.value.decode(), [(7, N + 1, 0)]
+        results.append(ctx.decode(more) < 0)
+        preloaded.fail_buffers(False)
+        works = ctx.decode(more) == 0 and ctx.info()["spec"].startswith("sparq")
+        found["llama_decode"] = {"works": works, "said": said, "failed": results}
     print(json.dumps(found))
 
 

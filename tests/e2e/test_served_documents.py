@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from server import serving
+from server import ask, serving
 from tiny import write_tiny_gguf
 
 from pyorch import engine
@@ -73,6 +73,9 @@ def test_a_prompt_begins_with_a_document_of_another_day(
         assert not capsys.readouterr().err
         assert usable(document, url, "", "--lora", "x") == 0
         assert "--lora" in capsys.readouterr().err
+        own = {"messages": [], "chat_template_kwargs": {"date_string": "9 Sep 1999"}}
+        prompt = ask(f"{url}/apply-template", own)["prompt"]
+        assert ("9 Sep 1999" in prompt) == name.startswith("3."), "a client's own date"
 
 
 def test_a_prompt_that_does_not_begin_with_it(

@@ -64,10 +64,11 @@ def greedy(model: Path, spec: str | None) -> str:
 
 
 def test_llama_bench_has_the_settings_of_the_environment(tools: Path, tiny: Path) -> None:
-    """It has no option of ours: a context that SPARQ_ATTN is refused for ends it."""
+    """It has no option of ours: a context that SPARQ_ATTN is refused for, here of three layers,
+    ends it."""
     args = ("llama-bench", "-m", tiny, "-p", 0, "-n", 5, "-d", 300, "-r", 2, "-t", 1)
     assert run(tools, *args, SPARQ_ATTN=SPARSE).returncode == 0
-    done = run(tools, *args, "-fa", "off", SPARQ_ATTN=SPARSE)
+    done = run(tools, *args, SPARQ_ATTN="sparq,rank=8,k_layers=64:64:64,min_ctx=0")
     assert done.returncode == 1 and "failed to create context" in done.stderr
 
 

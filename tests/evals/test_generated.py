@@ -13,7 +13,7 @@ from parrot import Parrot
 
 from pyorch import engine, evals
 from pyorch.errors import SparqError
-from pyorch.evals import needle, repetition
+from pyorch.evals import needle, repetition, texts
 from pyorch.evals.decode import Decoder, Example
 from pyorch.evals.task import Setup
 from pyorch.evals.texts import read_texts
@@ -191,6 +191,17 @@ def test_a_context_that_is_too_short_is_said_with_what_is_enough(task: Any, setu
     enough = int(re.search(r"--ctx (\d+)", e.value.hint)[1])
     if enough <= CTX:
         next(task.examples(Setup(setup.session, enough, texts=setup.texts)))
+
+
+def test_of_long_books_a_share_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(texts, "LARGEST", 100)
+    for name, n in (("a", 999), ("b", 20)):
+        (tmp_path / f"{name}.txt").write_text(name * n)
+    assert list(map(len, read_texts([tmp_path]))) == [50, 20]
+    assert "a.txt" in (err := capsys.readouterr().err) and "b.txt" not in err
+    assert len(read_texts([tmp_path], n_tokens=30)[0]) >= 30 * 8
 
 
 def test_chat_puts_prompts_through_the_template(tiny_chat: Path, tiny: Path, book: Path) -> None:

@@ -19,7 +19,7 @@ from checkpoints import CONFIG, make_weights, write_checkpoint
 from hub_server import REPO, Hub
 from tiny import write_tiny_gguf
 
-from pyorch import engine, paths, system
+from pyorch import children, engine, paths, system
 from pyorch.errors import SparqError
 from pyorch.models import convert, convert_env
 from pyorch.models.gguf_file import read_gguf
@@ -273,20 +273,22 @@ def test_a_repository(
 # ---- the environment ----
 
 
+LEGACY = "requirements-convert_legacy_llama.txt"
+
+
 class FakePip:
     """In place of the commands that make the environment; it fails at its third."""
 
     def __init__(self) -> None:
         self.runs: list[list[str]] = []
-        self.error: BaseException | None = None
+        self.fails: Callable[[], int] = lambda: 0
 
-    def __call__(self, argv: list[str], lock: int) -> None:
+    def __call__(self, argv: list[str], **_: Any) -> children.Done:
         self.runs.append(argv)
         if argv[1:4] == ["-I", "-m", "venv"]:
-            time.sleep(0.1)
             (Path(argv[4]) / "bin").mkdir(parents=True)
-        if self.error and "transformers==4.57.6" in argv:
-            raise self.error
+        code = self.fails() if "transformers==4.57.6" in argv else 0
+        return children.Done(argv, code, "", "ERROR: no index\n" * code)
 
 
 @pytest.fixture
@@ -294,14 +296,17 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     scripts, pip = tmp_path / "s", FakePip()
     (scripts / "requirements").mkdir(parents=True)
     for name, text in (
-        ("legacy_llama", "numpy~=2.2.6\n\ntransformers==4.57.6\n"),
-        ("hf_to_gguf", "--extra-index-url https://x/cpu\n# why\ntorch==2.11.0\n"),
+        (LEGACY, "numpy~=2.2.6\n\ntransformers==4.57.6\n"),
+        (
+            LEGACY.replace("legacy_llama", "hf_to_gguf"),
+            "--extra-index-url https://x/cpu\n# why\ntorch==2.11.0\n",
+        ),
     ):
-        (scripts / "requirements" / f"requirements-convert_{name}.txt").write_text(text)
+        (scripts / "requirements" / name).write_text(text)
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("SPARQ_CONVERT_PYTHON", raising=False)
     monkeypatch.setattr(convert_env, "scripts", lambda: scripts)
-    monkeypatch.setattr(convert_env, "_run", pip)
+    monkeypatch.setattr(children, "run", pip)
     return pip
 
 
@@ -312,7 +317,7 @@ def agree(what: str) -> None:
 def test_the_environment_is_made_once(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = convert_env.python(agree)
     _, torch, rest, _ = pip.runs
-    assert torch[-3:] == ["--extra-index-url", "https://x/cpu", convert_env._TORCH]
+    assert torch[-3:-1] == ["--extra-index-url", "https://x/cpu"] and "torch" in torch[-1]
     assert "--extra-index-url" not in rest and rest[-2:] == ["numpy~=2.2.6", "transformers==4.57.6"]
     assert all("--only-binary" in run for run in (torch, rest)), "no code runs"
     assert convert_env.python(agree) == argv and len(pip.runs) == 4
@@ -321,14 +326,22 @@ def test_the_environment_is_made_once(pip: FakePip, monkeypatch: pytest.MonkeyPa
     (folder / "half").touch()
     assert convert_env.python(agree) == argv
     assert not (folder / "half").exists() and len(pip.runs) == 8
-    monkeypatch.setattr(convert_env, "_TORCH", "torch==9")
+    (convert_env.scripts() / "requirements" / LEGACY).write_text("numpy~=9.0")
     assert convert_env.python(agree) != argv, "other needs are another environment"
 
 
-@pytest.mark.parametrize("error", [SparqError("no index"), KeyboardInterrupt()])
-def test_a_failure_or_a_no_leaves_no_environment(pip: FakePip, error: BaseException) -> None:
-    pip.error = error
-    with pytest.raises(type(error)):
+def interrupt() -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("fails", "error"), [(lambda: 1, SparqError), (interrupt, KeyboardInterrupt)]
+)
+def test_a_failure_or_a_no_leaves_no_environment(
+    pip: FakePip, fails: Callable[[], int], error: type[BaseException]
+) -> None:
+    pip.fails = fails
+    with pytest.raises(error):
         convert_env.python(agree)
 
     def refuse(what: str) -> None:

@@ -355,6 +355,25 @@ def test_without_a_hub_the_cache_is_used(
         close_session()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="files have no limit")
+def test_a_full_disk_leaves_the_name_of_the_old_revision(hub: Hub, gguf: bytes) -> None:
+    import resource
+
+    hub.files = {"m-Q8_0.gguf": gguf}
+    old, hub.commit = get(), "b" * 40
+    get()
+    pull.paths.put(old.spec.folder / "refs" / "main", old.commit)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        with pytest.raises(OSError, match="main"):
+            get()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    hub.status = 502
+    assert find() == old
+
+
 # ---- the commands ----
 
 

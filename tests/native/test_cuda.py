@@ -50,7 +50,10 @@ DRIVER = """
 int cuInit(unsigned flags) { return flags; }
 int cuDeviceGetCount(int * n) { *n = 2; return 0; }
 int cuDeviceGetName(char * name, int n, int i) { snprintf(name, n, "GPU %d", i); return 0; }
-int cuDeviceGetAttribute(int * x, int what, int i) { *x = what == 75 ? 8 + i : 0; return 0; }
+int cuDeviceGetAttribute(int * x, int what, int i) {
+    *x = what == 75 ? 8 + i : what == 18 ? i : 0;
+    return 0;
+}
 int cuDeviceTotalMem_v2(size_t * n, int i) { *n = (i + 5ul) << 30; return 0; }
 """
 
@@ -62,7 +65,7 @@ def test_devices_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda.Path, "exists", lambda path: True)
     devices, why = cuda.devices.__wrapped__()
     assert (devices[0], why) == (cuda.Device("80", "GPU 0", 5 << 30), "")
-    assert devices[1] == cuda.Device("90", "GPU 1", 6 << 30) and len(devices) == 2
+    assert devices[1] == cuda.Device("90", "GPU 1", 6 << 30, True) and len(devices) == 2
 
 
 @pytest.mark.parametrize(

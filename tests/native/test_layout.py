@@ -19,24 +19,22 @@ PROBE = """
 extern "C" void ggml_abort(const char *, int, const char *, ...) {}
 int main() { return printf("%u", ggml_sparse_layout()) < 0; }
 """
-_ENUM = "enum ggml_sparse_attn_op {"
-_BITS = "int32_t n_bit;      // of k_t, see sparse-codes.h"
-_ROT = "int32_t n_rot;      // > 0: K is rotated, k_t is not"
+_STEPS = "STEPS(X) X(SEAL) X(VISIBLE)"
 # of ggml_ops: a file, what is in it, what takes its place. Each has another meaning for a machine
 # that shares a model, or for the bytes of a document
 CHANGES = {
     "slots": ("ggml-sparse-nodes.h", "X(sel, 8)    X(visible, 9)", "X(sel, 9) X(visible, 8)"),
     "a slot": ("ggml-sparse-nodes.h", "X(list, 0)   X(k, 1)  ", "X(list, 0)   X(k, 2)  "),
-    "steps": ("ggml-sparse.h", _ENUM, f"{_ENUM}GGML_SPARSE_ATTN_NEW,"),
-    "parameters": ("ggml-sparse.h", "int32_t topk_max;   // cap", "float topk_max; // cap"),
-    "their order": ("ggml-sparse.h", f"{_BITS}\n    {_ROT}", f"{_ROT}\n    {_BITS}"),
-    "counters": ("ggml-sparse.h", "X(PREFILL)   ", "X(NEW) X(PREFILL)   "),
+    "steps": ("sparse-params.h", _STEPS, "STEPS(X) X(VISIBLE) X(SEAL)"),
+    "parameters": ("sparse-params.h", "F(int32_t, topk_max)", "F(float, topk_max)"),
+    "one more": ("sparse-params.h", "F(float,   top_p)", "F(int32_t, one) F(float, top_p)"),
+    "counters": ("sparse-params.h", "X(PREFILL)   ", "X(NEW) X(PREFILL)   "),
     "order of codes": ("sparse-codes.h", "t/16*4 + t%4;", "t/16*4 + 3 - t%4;"),
     "halves of a byte": ("sparse-codes.h", "/GGML_SPARSE_LINE*n_bit; }", "%2*n_bit; }"),
-    "group": ("sparse-codes.h", "SPARSE_GROUP 64 ", "SPARSE_GROUP 32 "),
-    "run": ("sparse-codes.h", "SPARSE_RUN   512", "SPARSE_RUN   1024"),
-    "sum block": ("sparse-codes.h", "SPARSE_SUM   16", "SPARSE_SUM   8"),
-    "rows of sums": ("sparse-codes.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "17 + 15; }"),
+    "group": ("sparse-params.h", "SPARSE_GROUP 64 ", "SPARSE_GROUP 32 "),
+    "run": ("sparse-params.h", "SPARSE_RUN   512", "SPARSE_RUN   1024"),
+    "sum block": ("sparse-params.h", "SPARSE_SUM   16", "SPARSE_SUM   8"),
+    "rows of sums": ("sparse-params.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "17 + 15; }"),
 }
 
 
@@ -97,16 +95,13 @@ def test_another_layout_is_another_number(what: str, layout, ours: int) -> None:
 
 
 def test_the_parameters_of_every_step_count(layout, compiled, ours: int) -> None:
-    """A step that says nothing of its parameters, and one that leaves a field out, do not compile;
-    one that has none is told apart all the same."""
+    """A step that says nothing of its parameters does not compile; one that has none is told apart
+    all the same."""
     step = (
-        ("ggml-sparse.h", _ENUM, f"{_ENUM}GGML_SPARSE_ATTN_NEW,"),
-        ("ggml-sparse-nodes.h", "X(SEAL) X(VISIBLE)", "X(NEW) X(SEAL) X(VISIBLE)"),
-        ("ggml-sparse-nodes.h", "// X(step), in", "#define GGML_SPARSE_SRC_NEW(X) X(q, 0)\n//"),
+        ("sparse-params.h", _STEPS, "STEPS(X) X(NEW) X(SEAL) X(VISIBLE)"),
+        ("ggml-sparse-nodes.h", "static inline", "#define GGML_SPARSE_SRC_NEW(X)\nstatic inline"),
     )
     program, errors = compiled(*step)
     assert not program.exists() and "GGML_SPARSE_PARAMS_NEW" in errors
-    line = "#define GGML_SPARSE_PARAMS_NEW(T, F)"
-    assert layout(*step, ("sparse-layout.h", "// T(type", f"{line}\n//")) != ours
-    program, errors = compiled(("sparse-layout.h", " F(keep))", ")"))
-    assert not program.exists() and "names every field of ggml_sparse_prefill_params" in errors
+    line = "#define GGML_SPARSE_PARAMS_NEW(F)"
+    assert layout(*step, ("sparse-layout.h", "#pragma once", f"#pragma once\n{line}")) != ours
