@@ -117,18 +117,6 @@ def test_rm_removes_nothing_outside(hub: Hub, gguf: bytes, run: Run, tmp_path: P
         assert run("models", "rm", text, "--yes")[0] == 2, text
 
 
-def test_rm_of_content_that_repositories_share(hub: Hub, gguf: bytes, run: Run) -> None:
-    """As of a cache whose repositories link to one store: the other keeps it."""
-    hub.files = {"m.gguf": gguf}
-    entry = load()
-    blob, content = entry.resolve(), Path(constants.HF_HUB_CACHE) / "blobs" / "ab" / ("ab" * 32)
-    content.parent.mkdir(parents=True)
-    blob.rename(content)
-    blob.symlink_to(content)
-    assert run("models", "rm", f"hf:{REPO}", "--yes")[0] == 0
-    assert content.read_bytes() == gguf and not entry.is_symlink()
-
-
 def test_a_repository_that_cannot_be_read_is_named(hub: Hub, gguf: bytes, run: Run) -> None:
     hub.files = {"a.gguf": gguf}
     entry = load()

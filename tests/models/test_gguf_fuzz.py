@@ -21,7 +21,6 @@ import tiny
 from gguf_faults import Key, Model
 
 from pyorch.errors import SparqError
-from pyorch.models import gguf_file
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
 
@@ -221,14 +220,6 @@ def test_a_file_of_1_tb_that_holds_nothing(
     os.truncate(path, 1 << 40)
     with pytest.raises(SparqError, match=message):
         read_gguf(path)
-
-
-def test_metadata_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_file, "MAX_KEPT", 1000)
-    keys = [Key(f"k{i}".encode(), 9, (4, [1] * 10)) for i in range(9)]
-    (tmp_path / "m.gguf").write_bytes(Model(keys, [], b"").pack())
-    with pytest.raises(SparqError, match="of metadata"):
-        read_gguf(tmp_path / "m.gguf")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

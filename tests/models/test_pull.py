@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from hub_server import COMMIT, REPO, Hub, find, sha256
-from huggingface_hub import close_session, constants, hf_hub_download
+from huggingface_hub import close_session, constants
 from tiny_gguf import write_tiny_gguf
 
 from pyorch import native
@@ -290,28 +290,11 @@ def test_a_pinned_revision_stays(hub: Hub, gguf: bytes) -> None:
     hub.history[COMMIT], hub.commit = hub.files, "f" * 40
     hub.files = {"m.gguf": gguf[:-1] + b"!"}
     assert get().path.read_bytes() == hub.files["m.gguf"]
+    hub.commit = "e" * 40  # with the content of the one before
+    assert find().missing_bytes == 0 and get().commit == hub.commit
     again = get(f"hf:{REPO}@{COMMIT}")
     assert again.path == old.path and again.path.read_bytes() == gguf
     assert hub.fetched() == ["m.gguf"] * 2
-
-
-def test_a_new_revision_with_the_old_content_is_not_loaded(hub: Hub, gguf: bytes, run: Run) -> None:
-    hub.files = {"m.gguf": gguf}
-    get()
-    hub.history[COMMIT], hub.commit = hub.files, "f" * 40
-    command = ("explain", "--ctx", "64", "--json", "-m", f"hf:{REPO}")
-    assert run(*command)[0] == 0 and hub.fetched() == ["m.gguf"]  # nor asked for
-
-
-def test_the_cache_is_that_of_other_programs(
-    hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.files = {"sub/m.gguf": gguf}
-    theirs = hf_hub_download(REPO, "sub/m.gguf")
-    assert get(f"hf:{REPO}@v1.0").path == Path(theirs) and hub.fetched() == ["m.gguf"]
-    for revision in (COMMIT, "v1.0"):
-        found = hf_hub_download(REPO, "sub/m.gguf", revision=revision, local_files_only=True)
-        assert found == theirs
 
 
 def test_offline(hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -67,15 +66,8 @@ def test_a_quantised_model_is_near_and_runs_sparse(
     assert [file.name for file in tmp_path.iterdir()] == ["q.gguf"]
 
 
-def _imatrix(path: Path, values: dict[str, np.ndarray], old: bool) -> Path:
-    """An importance matrix as llama-imatrix writes it now, or wrote it before."""
-    if old:
-        data = struct.pack("<i", len(values))
-        for name, v in values.items():
-            data += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 4, len(v))
-            data += (v * 4).astype("<f4").tobytes()
-        path.write_bytes(data)
-        return path
+def _imatrix(path: Path, values: dict[str, np.ndarray]) -> Path:
+    """An importance matrix as llama-imatrix writes it."""
     w = gguf.GGUFWriter(path, "x")
     w.add_array("imatrix.datasets", ["x"])
     w.add_uint32("imatrix.chunk_count", 1)
@@ -87,15 +79,12 @@ def _imatrix(path: Path, values: dict[str, np.ndarray], old: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_columns_that_matter_more_come_out_better(
-    demo_model: Path, tmp_path: Path, old: bool
-) -> None:
+def test_columns_that_matter_more_come_out_better(demo_model: Path, tmp_path: Path) -> None:
     matrices = {n: w for n, w in weights(demo_model).items() if w.ndim == 2}
     values = {name: np.ones(w.shape[1], np.float32) for name, w in matrices.items()}
     for row in values.values():
         row[::8] = 1e4
-    imatrix = _imatrix(tmp_path / "imatrix", values, old)
+    imatrix = _imatrix(tmp_path / "imatrix", values)
     plain, aided, low = (tmp_path / f"{name}.gguf" for name in ("plain", "aided", "low"))
     quantize(demo_model, plain, "Q4_0")
     quantize(demo_model, aided, "Q4_0", imatrix=imatrix)
@@ -105,11 +94,11 @@ def test_columns_that_matter_more_come_out_better(
     assert error[1].mean() > error[0].mean()
     assert quantize(demo_model, low, "IQ2_XXS", imatrix=imatrix).unweighted == ()
     few = {name: v for name, v in values.items() if not name.startswith("blk.1")}
-    imatrix = _imatrix(tmp_path / "few", few, old)
+    imatrix = _imatrix(tmp_path / "few", few)
     lacking = quantize(demo_model, tmp_path / "q.gguf", "Q4_0", imatrix=imatrix).unweighted
     assert lacking and {name.split(".")[1] for name in lacking} <= {"1", "10", "11"}
     other = {name.replace("blk", "layers"): v for name, v in values.items()}
-    imatrix = _imatrix(tmp_path / "other", other, old)
+    imatrix = _imatrix(tmp_path / "other", other)
     with pytest.raises(SparqError, match="other: ") as e:
         quantize(demo_model, tmp_path / "r.gguf", "Q4_0", imatrix=imatrix)
     assert e.value.hint and not list(tmp_path.glob("r.gguf*"))
