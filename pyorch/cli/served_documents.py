@@ -37,22 +37,17 @@ _TOOLS = "tokenizer.chat_template.tool_use"  # llama-server drops it where a tem
 def passed_on(
     file: GGUFFile, documents: Sequence[Document], more: Sequence[str], folder: Path
 ) -> tuple[list[str], dict[str, str]]:
-    """The options and variables that tell llama-server of the documents. more: the options of the
-    line; folder: for files that it reads when it begins."""
+    """The options and variables that tell llama-server of the documents, and let the model's chat
+    template state the time at which they were read, as `read` let it: unless it states no time, or
+    `more`, the options of the line, has another template. folder: for files that it reads when it
+    begins."""
     from pyorch.engine import document_file
 
     if not documents:
         return [], {}
     listed = folder / "documents.list"
     listed.write_bytes(os.fsencode(document_file.listed(documents)))
-    return _their_time(file, documents, more, folder), {"SPARQ_DOCUMENTS": str(listed)}
-
-
-def _their_time(
-    file: GGUFFile, documents: Sequence[Document], more: Sequence[str], folder: Path
-) -> list[str]:
-    """Options that let the model's chat template state the time at which the documents were read,
-    as `read` let it: none if it states no time, or if `more` has another template."""
+    variables = {"SPARQ_DOCUMENTS": str(listed)}
     own = str(file.metadata.get("tokenizer.chat_template") or "")
     name, when = next(((d.name, d.when) for d in documents if d.when), (documents[0].name, None))
     words = " ".join(more)
@@ -68,12 +63,12 @@ def _their_time(
         filters = "".join(f" | replace({part!r}, {when.strftime(part)!r})" for part in parts)
         source += f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro -%}}"
     if not source or names(more) & _TEMPLATES or _TOOLS in file.metadata:
-        return []
+        return [], variables
     template = folder / "template.jinja"
     template.write_text(source + own, "utf-8", newline="")
     time = f"{when:%Y-%m-%d %H:%M}" if when else "its default"
     note(f"note: the time that the chat template states is {time}, as in {name}", "yellow")
-    return ["--chat-template-file", str(template)]
+    return ["--chat-template-file", str(template)], variables
 
 
 def names(more: Sequence[str]) -> set[str]:
