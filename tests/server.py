@@ -91,6 +91,11 @@ def ask(url: str, value: dict[str, Any] | None = None) -> dict[str, Any]:
     return json.loads(text(url, value))
 
 
+def metrics(url: str) -> dict[str, float]:
+    lines = re.findall(r"^(\S+:\S+) (\S+)$", text(f"{url}/metrics"), re.M)
+    return {name: float(value) for name, value in lines}
+
+
 def complete(url: str, prompt: Any, **more: Any) -> dict[str, Any]:
     """A greedy reply of 20 tokens, unless `more` says otherwise."""
     asked = {"prompt": prompt, "n_predict": 20, "temperature": 0, "ignore_eos": True}

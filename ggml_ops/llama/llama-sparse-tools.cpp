@@ -69,11 +69,8 @@ llama_sparse_measured::~llama_sparse_measured() {
 // ---- llama-server ----
 
 std::string llama_sparse_request_arg(const std::string & spec) {
-    if (spec.size() > 1 << 14) { // a list of the settings of each layer may be long, and the rest is short
-        throw std::invalid_argument("sparse_attn has " + std::to_string(spec.size()) + " bytes; hint: write it as in sparq,ratio=1/8");
-    }
-    if (spec.find('\0') != std::string::npos) {
-        throw std::invalid_argument("sparse_attn has a character 0; hint: write it as in sparq,ratio=1/8");
+    if (spec.size() > 1 << 14 || spec.find('\0') != std::string::npos) { // long enough for the settings of each layer
+        throw std::invalid_argument("sparse_attn has over 16384 bytes or a character 0; hint: write it as in sparq,ratio=1/8");
     }
     try {
         return llama_sparse_arg(spec);
@@ -88,6 +85,7 @@ std::string llama_sparse_request_of(const std::string & spec) {
 }
 
 bool llama_sparse_request(llama_context * ctx, llama_seq_id slot, const std::string & spec, bool is_child, std::string & why) {
+    llama_sparse_grammar_begin();
     char err[512];
     const bool is_set = llama_set_sparse_attn_seq(ctx, slot, spec.empty() ? nullptr : spec.c_str(), err, sizeof(err)) == 0;
     if (!is_child) {
@@ -202,7 +200,7 @@ void llama_sparse_check_documents(llama_context * ctx) {
     const auto is_other = [&](const known_document & d) {
         const bool res = rows_of(d.kind) != rows_of(own);
         if (res) {
-            LLAMA_LOG_WARN("sparse document: %s is not used: it has K and V in %s, but here: %s; hint: take the cache types, the rotations (--rope-*) and "
+            LLAMA_LOG_WARN("sparse document: unused %s: it has K and V in %s, but here: %s; hint: take the cache types, the rotations (--rope-*) and "
                     "about the context that it was read with\n", d.path.c_str(), rows_of(d.kind).c_str(), rows_of(own).c_str());
         }
         return res;
@@ -237,6 +235,7 @@ bool llama_sparse_no_config() {
 }
 
 static std::atomic<size_t> most_bytes{ 0 }; // of a text; 0: this is no server
+static std::atomic<size_t> most_messages{ SIZE_MAX }; // of a conversation
 
 void llama_sparse_serve(llama_context * ctx) {
     llama_set_abort_callback(ctx, [](void *) { return llama_sparse_is_ending(); }, nullptr);
@@ -247,6 +246,7 @@ void llama_sparse_serve(llama_context * ctx) {
     }
     constexpr size_t SECONDS = 4 << 20; // a text of this length takes as long, and a client may count its tokens
     most_bytes = std::max(SECONDS, llama_n_ctx_seq(ctx)*longest);
+    most_messages = std::max<size_t>(4096, llama_n_ctx_seq(ctx)); // each is a token at least, which takes a template 0.3 ms
 }
 
 void llama_sparse_check_text(const std::string & text) {
@@ -268,6 +268,60 @@ void llama_sparse_check_text(const std::string & text) {
     }
     if (longest > stack_bytes/FRAMES) {
         throw std::invalid_argument("a text with " + std::to_string(longest) + " characters in a row without white space, or of nothing else");
+    }
+}
+
+static thread_local uint64_t grammar_ns = 0;
+static thread_local intptr_t grammar_stack = 0; // where it was then
+
+void llama_sparse_grammar_begin() {
+    const char at = 0;
+    grammar_ns    = 0;
+    grammar_stack = (intptr_t) &at;
+}
+
+void llama_sparse_grammar_work(uint64_t ns) {
+    constexpr uint64_t MOST_NS = 5'000'000'000;
+    constexpr intptr_t STACK   = 2 << 20; // of 8 MiB that a main thread has
+    const char at = 0;
+    grammar_ns += most_bytes > 0 ? ns : 0;
+    if (grammar_ns > MOST_NS || llama_sparse_is_ending() || grammar_stack - (intptr_t) &at > STACK) {
+        grammar_ns = 0;
+        throw std::runtime_error("a grammar or JSON schema with too many alternatives, repetitions or levels");
+    }
+}
+
+void llama_sparse_check_rule(const std::string & name) {
+    constexpr size_t MOST = 16 << 10; // std::regex, which replaces what is no letter, took 320 bytes of stack for each
+    llama_sparse_grammar_work(10'000);
+    if (name.size() > MOST) {
+        throw std::runtime_error("a name of " + std::to_string(name.size()) + " bytes in a JSON schema or of a tool");
+    }
+}
+
+void llama_sparse_check_body(const std::string & body) {
+    constexpr int LEVELS = 256, NAMES = 1000; // in an object; the time for as many properties of a schema grows with their cube
+    llama_sparse_grammar_begin();
+    int    depth = 0, n_most = 0, n_names[LEVELS + 2] = {};
+    size_t n_messages = 0;
+    bool   is_string  = false;
+    for (size_t i = 0; i < body.size() && 0 <= depth && depth <= LEVELS; ++i) {
+        const char c = body[i];
+        if (c == '"') {
+            is_string = !is_string;
+        } else if (is_string) {
+            i += c == '\\'; // and what it escapes
+        } else if (c == '{' || c == '[') {
+            n_names[++depth] = c == '{' ? 0 : INT32_MIN;
+            n_messages += c == '{' && depth == 3; // in a list of the body's
+        } else if (c == '}' || c == ']') {
+            --depth;
+        } else if (c == ',' && depth >= 3) { // above are the biases of tokens
+            n_most = std::max(n_most, ++n_names[depth]);
+        }
+    }
+    if (depth > LEVELS || n_most >= NAMES || n_messages > most_messages) {
+        throw std::invalid_argument("JSON of over 256 levels, with over 1000 names in an object, or with more messages than fit into a slot");
     }
 }
 

@@ -5,6 +5,7 @@
 #include "llama-sparse.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 #include <type_traits>
@@ -52,6 +53,15 @@ template <typename Json, typename Error> struct llama_sparse_json_error<Json, Er
 
 // llama-server: throws std::invalid_argument, in one line, if a text cannot be tokenised, or if it is much too long for a slot: that takes minutes
 LLAMA_API void llama_sparse_check_text(const std::string & text);
+
+// llama-server: a request begins in this thread. Throws std::invalid_argument, in one line, if its JSON is nested too deep or has too many messages
+LLAMA_API void llama_sparse_check_body(const std::string & body);
+
+// llama-server: work on a schema or a grammar, of about so many ns, or on a rule of that name. Throws std::runtime_error, in one line, if all of this
+// request or token takes seconds, for which others wait, or if a signal asked the server to end
+LLAMA_API void llama_sparse_grammar_work(uint64_t ns);
+LLAMA_API void llama_sparse_check_rule(const std::string & name);
+void llama_sparse_grammar_begin(); // the next request or token
 
 // llama-server: from here on SIGINT and SIGTERM are handled by `handler` in a thread that holds no lock, and not in the one that they interrupt. Then
 // clients who wait are hung up on, or their threads would wait for them. On systems with POSIX signals; if that is refused, all stays as it is

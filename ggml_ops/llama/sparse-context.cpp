@@ -5,6 +5,8 @@
 #include "sparse-seal.h"
 #include "sparse-system.h"
 
+#include "llama-sparse-tools.h"
+
 #include "llama-hparams.h"
 #include "llama-impl.h"
 #include "llama-model.h"
@@ -291,6 +293,7 @@ void llama_sparse_context_end(llama_context * ctx) {
 //
 
 void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
+    llama_sparse_grammar_begin();
     auto & state = access::cparams(*ctx).sparse;
     if (state && !state->is_off()) {
         state->is_restored = state->is_restored && seal_early(*ctx, RESTORED_BYTES);

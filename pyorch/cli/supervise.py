@@ -29,21 +29,12 @@ LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in on
 # What the child runs before it becomes the server: the system kills it as soon as we are gone. No
 # handler of ours could do that after a SIGKILL. `preexec_fn` would be shorter, but it runs Python
 # between fork and exec, which may hang beside other threads. Without prctl (macOS, Windows) the
-# server outlives a SIGKILL of ours. Its main thread parses grammars of requests by recursion, so
-# it gets a deep stack. Threads would take that size for theirs, so not where memory that nobody
-# touches counts: under `ulimit -v`, or where the system never overcommits.
+# server outlives a SIGKILL of ours.
 _BOUND = """
 import ctypes, os, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
 if prctl:
-    import resource as r
     prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    rule = "/proc/sys/vm/overcommit_memory"
-    counts = not os.path.exists(rule) or open(rule).read().strip() == "2"
-    if not counts and r.getrlimit(r.RLIMIT_AS)[0] == r.RLIM_INFINITY:
-        size, most = 1 << 30, r.getrlimit(r.RLIMIT_STACK)[1]
-        size = size if most == r.RLIM_INFINITY else min(size, most)
-        r.setrlimit(r.RLIMIT_STACK, (size, most))
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
@@ -154,7 +145,8 @@ class Child:
         from rich.console import Console
 
         status = Console(stderr=True).status(f"{doing} ...")
-        with nullcontext() if self._show else status:
+        shown = not self._show and sys.stderr.isatty()
+        with suppress(OSError), status if shown else nullcontext():  # a terminal may go meanwhile
             self._ready = children.wait_until(
                 self.process, lambda: not self.was_stopped and answers()
             )

@@ -52,20 +52,16 @@ def test_a_signal_of_the_cpu_is_not_explained_by_the_last_line() -> None:
     assert "SIGILL" in message and "1030" not in message
 
 
-def test_a_file_that_was_cut_is_not_a_fault_to_report() -> None:
-    message, hint = death("os.kill(os.getpid(), signal.SIGBUS)")
-    assert "SIGBUS" in message and "doctor" not in hint and "model" in hint
+def test_the_first_error_is_the_cause_while_it_loads() -> None:
+    lines = "0.00.009.528 E tensor 'x' has a wrong shape\n0.00.009.529 E exiting\n"
+    message, hint = death(f"print({lines!r}, file=sys.stderr)\nsys.exit(1)")
+    assert message.endswith("tensor 'x' has a wrong shape") and "-v" in hint
 
 
-@pytest.mark.skipif(
-    sys.platform == "win32", reason="a stack has the size that its program asks for"
-)
-@pytest.mark.skipif(sys.platform != "linux", reason="only there it is set")
-def test_the_main_thread_has_a_deep_stack() -> None:
-    """llama.cpp's parser of grammars calls itself for each parenthesis of a request."""
-    code = "import resource; soft, hard = resource.getrlimit(resource.RLIMIT_STACK)\n"
-    with child(f"{code}sys.exit(soft < 1 << 26 and soft != hard)") as server:
-        assert server.process.wait(60) == 0
+@pytest.mark.parametrize("how, other", [("BUS", "model"), ("KILL", "--ctx")])
+def test_what_the_user_can_change_is_not_a_fault_to_report(how: str, other: str) -> None:
+    _, hint = death(f"os.kill(os.getpid(), signal.SIG{how})")
+    assert "doctor" not in hint and other in hint
 
 
 def test_who_reads_the_log_may_fail_and_the_server_does_not_stand_still() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 import urllib.error
 from collections import Counter
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server import ask, events, resident, sent, started, text
+from server import ask, events, metrics, resident, sent, started
 
 from pyorch import paths
 
@@ -163,8 +162,3 @@ def test_many_clients(server_dir: Path, tiny: Path, shadow: str, tmp_path: Path)
     cancelled = (tmp_path / "log").read_text(errors="replace").count("cancel task")
     assert cancelled > 0.9 * seen["cancelled"], "the server has noticed"
     assert last - middle < GROWTH, memory
-
-
-def metrics(url: str) -> dict[str, float]:
-    lines = re.findall(r"^(\S+:\S+) (\S+)$", text(f"{url}/metrics"), re.M)
-    return {name: float(value) for name, value in lines}
