@@ -285,9 +285,8 @@ class Data:
     sinks: np.ndarray | None
     n_local_max: int
     topk_max: int
-    hidden: np.ndarray = field(
-        repr=False
-    )  # (n_stream, n_kv): no token of the stream sees the position
+    # (n_stream, n_kv): no token of the stream sees the position
+    hidden: np.ndarray = field(repr=False)
 
     @property
     def visible(self) -> np.ndarray:

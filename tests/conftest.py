@@ -120,7 +120,7 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model: GQA, 2 layers, 4096 positions, a token is a byte."""
-    from tiny_gguf import write_tiny_gguf  # numpy: not before ops/conftest.py has set its threads
+    from tiny import write_tiny_gguf  # numpy: not before ops/conftest.py has set its threads
 
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
 
@@ -128,7 +128,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a chat template."""
-    from tiny_gguf import CHATML, write_tiny_gguf
+    from tiny import CHATML, write_tiny_gguf
 
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "chat.gguf", chat_template=CHATML)
 
@@ -136,7 +136,7 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def split(tmp_path: Path) -> Path:
     """The base model in three files, as llama.cpp's gguf-split writes it; the first of them."""
-    from tiny_gguf import write_tiny_gguf
+    from tiny import write_tiny_gguf
 
     return write_tiny_gguf(tmp_path / "split.gguf", part_tensors=8)
 

@@ -15,6 +15,7 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,12 +105,14 @@ def installed(folder: Path, *files: Path, beside: Sequence[str | Path] = ()) -> 
     return python
 
 
-def works(python: Path, cwd: Path, env: dict[str, str] | None = None) -> None:
+def works(
+    python: Path, cwd: Path, env: dict[str, str] | None = None, spec: str = "sparq,ratio=1/8"
+) -> dict[str, Any]:
     """Let the program that is installed beside `python` go on with a text, from a folder that is
-    not the clone, with the model and the text that come with it.
+    not the clone, with the model and the text that come with it. Returns what it prints.
 
     Raises:
-        AssertionError: it failed, or nothing ran sparse.
+        AssertionError: it failed, or not all ran sparse.
     """
     if env is None:
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"SPARQ_CUDA": "0"}
@@ -118,10 +121,12 @@ def works(python: Path, cwd: Path, env: dict[str, str] | None = None) -> None:
     demo = Path(folder.stdout.strip())
     assert demo.is_relative_to(python.parents[1])
     argv = [str(python.with_name("sparq-cpp")), "generate", "-m", str(demo / "demo.gguf")]
-    argv += ["-f", str(demo / "document.txt"), "--ratio", "1/8", "-n", "4", "--json"]
-    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True)
+    argv += ["-f", str(demo / "document.txt"), "-a", spec, "-n", "16", "--json"]
+    done = subprocess.run([*argv, "--temp", "0"], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["share_sparse"] == 1
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["share_sparse"] == 1
+    return found
 
 
 def test_it_works_from_the_wheel(wheel: Path, tmp_path: Path, native_lib_dir: Path) -> None:
@@ -222,23 +227,15 @@ def test_the_wheels_use_a_gpu(tmp_path: Path) -> None:
     ours = {paths.REPOSITORY, paths.REPOSITORY / "tests"}
     beside = [p for p in sys.path if Path(p).is_dir() and Path(p).absolute() not in ours]
     python = installed(tmp_path / "env", BUILT[-1], WITH_CUDA[-1], beside=beside)
-    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_", "PYTHONPATH"))}
     env["SPARQ_CACHE"] = str(tmp_path / "cache")
-
-    def generated(**more: str) -> dict:
-        where = packages / "pyorch" / "_data" / "models" / "demo"
-        argv = [str(python), "-m", "pyorch", "generate", "-m", str(where / "demo.gguf"), "--json"]
-        argv += ["-f", str(where / "document.txt"), "-a", "sparq,ratio=1/8,gpu_min_mb=0"]
-        argv += ["-n", "16", "--temp", "0"]
-        done = subprocess.run(argv, cwd=tmp_path, env=env | more, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    on_gpu, on_cpu = generated(), generated(SPARQ_CUDA="0")
+    on_gpu, on_cpu = (
+        works(python, tmp_path, env | more, "sparq,ratio=1/8,gpu_min_mb=0")
+        for more in ({}, {"SPARQ_CUDA": "0"})
+    )
     counts = {device["name"]: device["calls_sparse"] for device in on_gpu["attention"]["devices"]}
     assert counts.get("CUDA0"), counts
-    assert on_gpu["tokens"] == on_cpu["tokens"] and on_gpu["share_sparse"] == 1
+    assert on_gpu["tokens"] == on_cpu["tokens"]
 
 
 def test_a_wheel_with_the_library_is_for_one_system(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
     path = tiny.write(folder / "m.gguf", "gemma2", n_layer=4)
 
 The weights make attention uneven (logits of a few units), so that reading fewer positions changes
-the output. The vocabulary is the 256 bytes. For text on a Llama see `tiny_gguf.py`.
+the output. The vocabulary is the 256 bytes.
+
+    path = tiny.write_tiny_gguf(folder / "m.gguf")  # a Llama for text
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ import numpy as np
 SPECIAL = (("<unk>", 2), ("<s>", 3), ("</s>", 3))  # (text, token type: 2 unknown, 3 control)
 N_SPECIAL = len(SPECIAL)
 N_VOCAB = N_SPECIAL + 256 + 1
+CHATML = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
 
 
 @dataclass
@@ -88,6 +94,26 @@ class Model:
             self.vector(f"blk.{i}.ffn_up.bias", self.n_ff, mean=0.0)
             self.vector(f"blk.{i}.ffn_down.bias", self.n_embd, mean=0.0)
 
+    def qk_norm(self, i: int) -> None:
+        for name in "qk":
+            self.norm(f"blk.{i}.attn_{name}_norm", self.head_dim)
+
+    def experts(self, i: int, bias: bool = False, shared: bool = False) -> None:
+        """Two, of which a token uses one; with `shared` one more, which all use."""
+        n_expert, b = 2, f"blk.{i}.ffn_"
+        self.keys |= {"expert_count": n_expert, "expert_used_count": 1}
+        self.keys["expert_feed_forward_length"] = self.n_ff
+        self.matrix(b + "gate_inp.weight", self.n_embd, n_expert)
+        if bias:
+            self.vector(b + "gate_inp.bias", n_expert, mean=0.0)
+        sizes = self.n_embd, self.n_ff
+        for name, (n_in, n_out) in (("gate", sizes), ("up", sizes), ("down", sizes[::-1])):
+            self.matrix(b + f"{name}_exps.weight", n_in, n_out, n_expert)
+            if bias:
+                self.vector(b + f"{name}_exps.bias", n_expert, n_out, mean=0.0)
+            if shared:
+                self.matrix(b + f"{name}_shexp.weight", n_in, n_out)
+
 
 def _llama(m: Model, bias: bool = False, qk_norm: bool = False) -> None:
     m.ends()
@@ -95,8 +121,7 @@ def _llama(m: Model, bias: bool = False, qk_norm: bool = False) -> None:
         m.norm(f"blk.{i}.attn_norm")
         m.qkv(i, bias)
         if qk_norm:
-            m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
-            m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
+            m.qk_norm(i)
         m.norm(f"blk.{i}.ffn_norm")
         m.mlp(i)
 
@@ -131,20 +156,13 @@ def _gemma(m: Model, qk_norm: bool) -> None:
             m.norm(f"blk.{i}.{name}")
         m.qkv(i)
         if qk_norm:
-            m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
-            m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
+            m.qk_norm(i)
         m.mlp(i)
 
 
 def _gpt_oss(m: Model) -> None:
     """Learned sinks in every layer; every second layer has a sliding window; experts."""
-    n_expert = 2
-    m.keys |= {
-        "attention.sliding_window": 64,
-        "expert_count": n_expert,
-        "expert_used_count": 1,
-        "expert_feed_forward_length": m.n_ff,
-    }
+    m.keys["attention.sliding_window"] = 64
     m.ends()
     for i in range(m.n_layer):
         b = f"blk.{i}."
@@ -153,29 +171,18 @@ def _gpt_oss(m: Model) -> None:
         m.qkv(i, bias=True)
         m.vector(b + "attn_output.bias", m.n_embd, mean=0.0)
         m.vector(b + "attn_sinks.weight", m.n_head, mean=3.0, spread=1.0)
-        m.matrix(b + "ffn_gate_inp.weight", m.n_embd, n_expert)
-        m.vector(b + "ffn_gate_inp.bias", n_expert, mean=0.0)
-        for name, n_in, n_out in (
-            ("gate", m.n_embd, m.n_ff),
-            ("up", m.n_embd, m.n_ff),
-            ("down", m.n_ff, m.n_embd),
-        ):
-            m.matrix(b + f"ffn_{name}_exps.weight", n_in, n_out, n_expert)
-            m.vector(b + f"ffn_{name}_exps.bias", n_expert, n_out, mean=0.0)
+        m.experts(i, bias=True)
 
 
 def _glm4moe(m: Model) -> None:
     """Behind its layers, which have no experts, one with experts that guesses the token after next
     (MTP)."""
-    n_expert, last = 2, m.n_layer
+    last = m.n_layer
     m.keys |= {
         "block_count": last + 1,
         "nextn_predict_layers": 1,
         "leading_dense_block_count": last,
-        "expert_count": n_expert,
-        "expert_used_count": 1,
         "expert_shared_count": 1,
-        "expert_feed_forward_length": m.n_ff,
         "expert_weights_scale": 1.0,
     }
     m.ends()
@@ -186,15 +193,8 @@ def _glm4moe(m: Model) -> None:
         if i < last:
             m.mlp(i)
     b = f"blk.{last}."
-    m.matrix(b + "ffn_gate_inp.weight", m.n_embd, n_expert)
-    m.vector(b + "exp_probs_b.bias", n_expert, mean=0.0)
-    for name, n_in, n_out in (
-        ("gate", m.n_embd, m.n_ff),
-        ("up", m.n_embd, m.n_ff),
-        ("down", m.n_ff, m.n_embd),
-    ):
-        m.matrix(b + f"ffn_{name}_exps.weight", n_in, n_out, n_expert)
-        m.matrix(b + f"ffn_{name}_shexp.weight", n_in, n_out)
+    m.experts(last, shared=True)
+    m.vector(b + "exp_probs_b.bias", m.keys["expert_count"], mean=0.0)
     m.matrix(b + "nextn.eh_proj.weight", 2 * m.n_embd, m.n_embd)
     m.norm(b + "nextn.enorm")
     m.norm(b + "nextn.hnorm")
@@ -233,8 +233,7 @@ def _lfm2(m: Model) -> None:
         m.mlp(i)
         if kv[i]:
             m.qkv(i)
-            m.norm(f"blk.{i}.attn_q_norm", m.head_dim)
-            m.norm(f"blk.{i}.attn_k_norm", m.head_dim)
+            m.qk_norm(i)
         else:
             m.matrix(f"blk.{i}.shortconv.conv.weight", 3, m.n_embd)
             m.matrix(f"blk.{i}.shortconv.in_proj.weight", m.n_embd, 3 * m.n_embd)
@@ -341,6 +340,28 @@ def write(path: Path, arch: str = "llama", **sizes: Any) -> Path:
     return save(make(arch, **sizes), path)
 
 
+def text_of(n: int, seed: int = 1) -> str:
+    """`n` letters, and so many tokens."""
+    letters = np.random.default_rng(seed).integers(97, 123, n)
+    return bytes(letters.astype(np.uint8)).decode()
+
+
+def write_tiny_gguf(path: Path, *, arch: str = "llama", n_ff: int = 64, **more: Any) -> Path:
+    """Write a Llama for text, with a token per byte, and return the path; any output is possible.
+
+    more: other sizes of Model, and what `save` takes.
+    """
+    sizes = {f.name: more.pop(f.name) for f in fields(Model) if f.name in more.keys() - {"keys"}}
+    m = make("llama", n_ff=n_ff, **sizes)
+    m.arch = arch
+    for name, values in m.tensors.items():
+        if name.endswith("output.weight"):  # what was read matters, and some tokens stand out
+            values *= 2
+    # logit 0, far below the largest: greedy text never ends by itself
+    m.tensors["output.weight"][:N_SPECIAL] = 0
+    return save(m, path, **more)
+
+
 def save(
     m: Model,
     path: Path,
@@ -373,10 +394,10 @@ def save(
     w = gguf.GGUFWriter(path, m.arch, split_max_tensors=part_tensors)
     w.add_name("tiny")
     w.add_file_type(gguf.LlamaFileType.ALL_F32)
-    for name, value in sizes.items():
-        _add_key(w, f"{m.arch}.{name}", value)
-    for name, value in (keys or {}).items():
-        _add_key(w, name, value)
+    for name, value in ({f"{m.arch}.{k}": v for k, v in sizes.items()} | (keys or {})).items():
+        kind = gguf.GGUFValueType.get_type(value)
+        signed = kind is gguf.GGUFValueType.INT32  # llama.cpp wants no signs
+        w.add_key_value(name, value, gguf.GGUFValueType.UINT32 if signed else kind)
     _add_vocabulary(w, **vocabulary)
     kind = gguf.GGMLQuantizationType[m.weights]
     block = gguf.GGML_QUANT_SIZES[kind][0]
@@ -387,19 +408,6 @@ def save(
             w.add_tensor(name, values)
     finish(w)
     return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
-
-
-def _add_key(w: gguf.GGUFWriter, name: str, value: Any) -> None:
-    if isinstance(value, bool):
-        w.add_bool(name, value)
-    elif isinstance(value, int):
-        w.add_uint32(name, value)
-    elif isinstance(value, float):
-        w.add_float32(name, value)
-    elif isinstance(value, str):
-        w.add_string(name, value)
-    else:
-        w.add_array(name, value)
 
 
 def _add_vocabulary(

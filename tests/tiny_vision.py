@@ -1,7 +1,7 @@
 """A tiny random vision encoder as a GGUF file, which llama.cpp loads with `--mmproj`.
 
-It makes embeddings for the tiny models of `tiny` and `tiny_gguf`. What an image says is noise, but
-other images give other noise.
+It makes embeddings for the models of `tiny`. What an image says is noise, but other images give
+other noise.
 """
 
 from __future__ import annotations

@@ -340,29 +340,21 @@ def check_model(
 
 def _write_rows(session: Session, path: Path, fd: int, header: Header, a: int, b: int) -> None:
     """Write K and V of positions [a, b)."""
-    _write(session, path, "write", 0, fd, header.image_at, header.n_tokens, a, b)
+    _call(session, "write", 0, fd, header.image_at, header.n_tokens, a, b, path=path)
 
 
 def _finish(session: Session, path: Path, fd: int, header: Header) -> None:
-    _write(session, path, "write_shadow", 0, fd, header.image_at, header.n_tokens)
+    _call(session, "write_shadow", 0, fd, header.image_at, header.n_tokens, path=path)
     document_file.finish(fd, header)
-
-
-def _write(session: Session, path: Path, name: str, *values: int) -> None:
-    try:
-        _call(session, name, *values)
-    except SparqError as error:
-        hint = error.hint or "what was read is kept: fix this, then run it again"
-        raise SparqError(f"{path}: {error.message}", hint) from None
 
 
 def _open(session: Session, fd: int, of: Document, n_read: int) -> int:
     try:
-        kind = of.kind.encode()
-        return _call(session, "open", 0, fd, of.image_at, of.n_tokens, n_read, kind)[0]
-    except SparqError as error:
+        where = of.image_at, of.n_tokens, n_read, of.kind.encode()
+        return _call(session, "open", 0, fd, *where, path=of.path)[0]
+    except SparqError:
         forget(session)
-        raise SparqError(f"{of.path}: {error.message}", error.hint) from None
+        raise
 
 
 _U32, _U64, _INT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int32
@@ -375,12 +367,14 @@ _FUNCTIONS: dict[str, list[type]] = {  # the arguments between the context and t
 }
 
 
-def _call(session: Session, name: str, *values: int | bytes) -> tuple[int, str]:
+def _call(
+    session: Session, name: str, *values: int | bytes, path: Path | None = None
+) -> tuple[int, str]:
     """Call `llama_sparse_document_NAME`, which ggml_ops/llama/llama-sparse.h explains. Returns what
     it returned and wrote as text.
 
     Raises:
-        SparqError: it failed, or it is a stock library.
+        SparqError: it failed, with the file `path`; or it is a stock library.
     """
     types = [ctypes.c_void_p, *_FUNCTIONS[name], ctypes.c_char_p, ctypes.c_size_t]
     function = c_functions.function(
@@ -393,5 +387,8 @@ def _call(session: Session, name: str, *values: int | bytes) -> tuple[int, str]:
     output = text.value.decode("utf-8", errors="replace")
     if n < 0:
         message, _, hint = output.partition("\n")
-        raise SparqError(message, hint)
+        hint = hint or "what was read is kept: fix this, then run it again" * name.startswith(
+            "write"
+        )
+        raise SparqError(f"{path}: {message}" if path else message, hint)
     return n, output

@@ -14,7 +14,7 @@ from pyorch.measure import records
 from pyorch.measure.bandwidth import BUFFER_BYTES
 from pyorch.measure.process import FORGET_BYTES
 from pyorch.measure.turns import Side
-from pyorch.models import synth
+from pyorch.models import cards, synth
 from pyorch.models.geometry import Geometry, geometry
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import of_nodes
@@ -68,21 +68,13 @@ class Synthetic:
     @property
     def geometry(self) -> Geometry:
         """What `needs` has to know about the model, which need not exist."""
-        shape = self.shape
-        return Geometry(
-            arch="llama",
-            name=self.like,
+        whole = cards.load(self.like).geometry
+        return replace(
+            whole,
             n_layer=self.n_layer,
-            n_embd=shape.n_embd,
-            n_head=(shape.n_head,) * self.n_layer,
-            n_head_kv=(shape.n_head_kv,) * self.n_layer,
-            head_dim_k=shape.head_dim,
-            head_dim_v=shape.head_dim,
-            n_ctx_train=shape.n_ctx,
-            is_mla=False,
-            n_params=0,
+            n_head=whole.n_head[: self.n_layer],
+            n_head_kv=whole.n_head_kv[: self.n_layer],
             weight_bytes=self.n_bytes,
-            weight_bytes_per_token=self.n_bytes,
         )
 
 

@@ -19,6 +19,7 @@ from pyorch.policies.prompt import Prompt
 class H2OSelector(Selector):
     """positions (n_head_kv, m): in the cache, ascending; sums (n_head_kv, m) of their attention."""
 
+    policy: H2O
     prompt: Prompt
 
     def begin(self) -> None:
@@ -28,15 +29,20 @@ class H2OSelector(Selector):
 
     def select(self, step: Step) -> np.ndarray:
         k = self.k_at(step)
-        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, max(k // 4, 1))
-        kept = at(step.logits, self.positions)
-        self.sums += softmax(kept).sum(axis=1)
+        local = max(int(k * self.policy.recent), 1)
+        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, local)
+        self.sums += softmax(self.logits(step)).sum(axis=1)
         return self.positions
+
+    def logits(self, step: Step) -> np.ndarray:
+        """Those of the positions in the cache: (n_head_kv, n_group_q, m)."""
+        return at(step.logits, self.positions)
 
 
 @dataclass(frozen=True)
 class H2O(Policy):
     name = "h2o"
+    recent = 0.25  # the share of k for the newest positions
     selector = H2OSelector
     needs_prompt = True
 

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.policies.base import Heads, Policy, Selector, Step, at, evict, softmax
-from pyorch.policies.h2o import prompt_sums
-from pyorch.policies.prompt import Prompt
+from pyorch.policies.base import Heads, Step, at
+from pyorch.policies.h2o import H2O, H2OSelector, prompt_sums
 
 
-class KeyformerSelector(Selector):
-    """positions, sums: as for H2O. n_step: the tokens decoded so far."""
+class KeyformerSelector(H2OSelector):
+    """n_step: the tokens decoded so far."""
 
     policy: Keyformer
-    prompt: Prompt
     n_step = 0
 
     def begin(self) -> None:
@@ -31,21 +29,19 @@ class KeyformerSelector(Selector):
         self.sums = prompt.once(key, lambda: prompt_sums(prompt, heads.n_head_kv, noise))
         self.positions = np.tile(np.arange(prompt.n), (heads.n_head_kv, 1))
 
-    def select(self, step: Step) -> np.ndarray:
-        k, policy = self.k_at(step), self.policy
-        local = max(int(k * policy.recent), 1)
-        self.positions, self.sums = evict(self.positions, self.sums, step.last, k, local)
+    def logits(self, step: Step) -> np.ndarray:
+        """With noise, by the temperature."""
+        policy = self.policy
         if step.n_pos > self.noise.shape[2]:
             self.noise = gumbel(policy.seed, self.heads, 2 * step.n_pos)
         self.n_step += 1
         tau = np.float32(1 + min(self.n_step / policy.tokens, 1))
-        noisy = at(step.logits, self.positions) + at(self.noise, self.positions)
-        self.sums += softmax(noisy / tau).sum(axis=1)
-        return self.positions
+        noisy: np.ndarray = (super().logits(step) + at(self.noise, self.positions)) / tau
+        return noisy
 
 
 @dataclass(frozen=True)
-class Keyformer(Policy):
+class Keyformer(H2O):
     """recent: the share of k for the newest positions (0.2 to 0.3 in its section 4.4.4)
 
     tokens: the length of the text to be generated; tau is 2 from its last token on
@@ -56,7 +52,6 @@ class Keyformer(Policy):
     seed: int = 0
     name = "keyformer"
     selector = KeyformerSelector
-    needs_prompt = True
 
     def check(self) -> None:
         if not 0 < self.recent <= 1:

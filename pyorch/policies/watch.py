@@ -83,9 +83,8 @@ class PolicyWatch:
         self.session = session
         self.ours = op_number(session.lib, "SPARSE_ATTN")
         self.flash_attn = op_number(session.lib, "FLASH_ATTN_EXT")
-        self.is_host: Callable[[int], bool] = (
-            ggml.ggml_backend_buffer_is_host
-        )  # whether Python can read a buffer
+        # whether Python can read a buffer
+        self.is_host: Callable[[int], bool] = ggml.ggml_backend_buffer_is_host
         self.d_v = session.geometry.head_dim_v
 
     @property

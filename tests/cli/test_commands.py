@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny as tiny_of
-from tiny_gguf import write_tiny_gguf
+from tiny import write_tiny_gguf
 
 from pyorch import engine, paths
 from pyorch.attention.spec import AttentionSpec, parse_spec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny as tiny_models
-from tiny_gguf import write_tiny_gguf
+from tiny import write_tiny_gguf
 
 from pyorch import engine, paths
 from pyorch.engine import document_file

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import tiny as tiny_models
 from server import answered
-from tiny_gguf import CHATML, write_tiny_gguf
+from tiny import CHATML, write_tiny_gguf
 
 from pyorch import native
 from pyorch.cli.serve import Account

@@ -12,25 +12,21 @@ logits after its tokens, those of the sequence alone, and those of llama.cpp's o
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llama import Context, Model, Token, bindings, crossed, keep_log
+from llama import Context, Model, Token, crossed, keep_log, load_devices
 
 
 def main() -> None:
     path, library, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     spec, kinds = options.pop("spec"), dict(enumerate(options.pop("order")))
     n_gpu_layers, n_read = options.pop("n_gpu_layers", 0), options.pop("n_read", 90)
-    m = bindings()
     if library:
-        load = m._lib.ggml_backend_load
-        load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-        assert load(library.encode())
+        load_devices(library)
     only_info = options.pop("only_info", False)
     with Model(path, n_gpu_layers) as model:
         together = run(model, spec, kinds, n_read, **options)

@@ -10,12 +10,13 @@ reply.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+
+from llama import load_devices
 
 from pyorch import engine
 from pyorch.cli.gpu import note_in_memory
@@ -27,11 +28,8 @@ from pyorch.native.slots import STEPS
 def main() -> None:
     path, library, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     document = Path(options.pop("document", ""))
-    found = engine.library()
-    load = found.lib._lib.ggml_backend_load
-    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    assert load(library.encode())
-    count, prompt, mapped = ctypes.CDLL(library).fake_count, list(range(3, 253)), 0
+    found, prompt, mapped = engine.library(), list(range(3, 253)), 0
+    count = load_devices(library, found.lib._lib)
     with (
         redirect_stderr(StringIO()) as said,
         engine.load(path, n_threads=1, placed=note_in_memory, **options) as s,

@@ -162,9 +162,7 @@ class Fuzz:
         n_head, n_head_kv = [(4, 2), (2, 2), (3, 1)][seed // 2 % 3]
         self.n_layer = 2 + seed % 3 // 2
         type_k = str(rng.choice(["f16", "f16", "bf16", "f32"]))
-        self.can_shift = (
-            type_k != "bf16"
-        )  # llama.cpp aborts: its RoPE on the CPU does not know bf16
+        self.can_shift = type_k != "bf16"  # llama.cpp aborts: its RoPE on the CPU lacks it
         type_v = str(rng.choice([type_k, "f16"]))
         self.row = HEAD_DIM * sum(4 if t == "f32" else 2 for t in (type_k, type_v))
         n_ctx = 1024 if self.unified else 1280

@@ -122,6 +122,17 @@ def bindings() -> ModuleType:
     return m
 
 
+def load_devices(path: str, lib: Any = None) -> Callable[[int, int], int]:
+    """Let the library, or another one, know devices that are not there (fake_device.cpp).
+
+    Returns how often a device has run an operation: (device, its number) to int.
+    """
+    load, count = (lib or bindings()._lib).ggml_backend_load, ctypes.CDLL(path).fake_count
+    load.restype, load.argtypes, count.restype = c_void_p, [c_char_p], ctypes.c_long
+    assert load(path.encode())
+    return count
+
+
 def keep_log() -> deque[str]:
     """All lines of the library's log from now on, in place of the newest 200."""
     global _log

@@ -10,7 +10,6 @@ the last token (with GGML_SCHED_DEBUG=1), a hash of the logits' bits.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from llama import Context, Model, SpecError, bindings, crossed, keep_log
+from llama import Context, Model, SpecError, crossed, keep_log, load_devices
 
 from pyorch.native.slots import STEPS
 
@@ -30,13 +29,7 @@ def main() -> None:
     spec, n_gpu_layers = options.pop("spec"), options.pop("n_gpu_layers", 0)
     n_seq, reseal = options.get("n_seq", 1), options.pop("reseal", False)
     refused, reopened = options.pop("refused", ""), options.pop("reopen", False)
-    m = bindings()
-    load = m._lib.ggml_backend_load
-    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    assert load(library.encode())
-    count = ctypes.CDLL(library).fake_count
-    count.restype = ctypes.c_long
-
+    count = load_devices(library)
     rng = np.random.default_rng(7)
     logits = []
     with (

@@ -18,7 +18,7 @@ import tiny as tiny_models
 from llama import Context, Model, from_child
 from quick import pairwise
 from test_engine import n_wrong
-from tiny_gguf import text_of, write_tiny_gguf
+from tiny import text_of, write_tiny_gguf
 
 from pyorch import engine, paths
 from pyorch.engine import document, document_file

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny as tiny_models
 from cpu import has_fast
-from tiny_gguf import text_of, write_tiny_gguf
+from tiny import text_of, write_tiny_gguf
 
 import pyorch
 from pyorch import engine, paths

@@ -16,8 +16,7 @@ import pytest
 from pydantic import BaseModel, Field
 from server import serving
 from test_server import N_HEAD_KV, N_LAYER, SERVERS
-from tiny import N_SPECIAL
-from tiny_gguf import text_of, write_tiny_gguf
+from tiny import N_SPECIAL, text_of, write_tiny_gguf
 
 TEMPLATE = (  # a call of a tool is its JSON, and nothing around it
     "{% if tools %}{{ tools | tojson }}{% endif %}"

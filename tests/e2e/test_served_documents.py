@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from server import ask, serving
-from tiny_gguf import write_tiny_gguf
+from tiny import write_tiny_gguf
 
 from pyorch import engine
 from pyorch.cli import served_documents

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from server import ask, events, metrics, sent, serving, text
-from tiny_gguf import text_of
+from tiny import text_of
 
 N_LAYER, N_HEAD_KV, N_SLOT = 2, 2, 4  # layers and KV heads of the model `tiny`
 # codes and blocks of few bits share a scale with other sequences

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny as tiny_models
 from server import complete, serving, text
-from tiny_gguf import text_of
+from tiny import text_of
 
 SPARSE = "sparq,rank=8,topk=64,min_ctx=0"
 COMMON = ("-t", 1, "-c", 4096, "-fa", "on", "--cache-ram", 0)

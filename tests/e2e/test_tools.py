@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from server import ask, clean, serving
-from tiny_gguf import text_of, write_tiny_gguf
+from tiny import text_of, write_tiny_gguf
 
 from pyorch import engine, native
 from pyorch.native import build

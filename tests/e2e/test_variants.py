@@ -31,10 +31,8 @@ from quick import pairwise
 
 N_PROMPT, N_STEP = 330, 12
 SPARQ = "sparq,rank=8,topk=40,min_ctx=0,shadow=f16"
-NEAR = {
-    "f32": 0.03,
-    "fast": 0.25,
-}  # what rounding may change of a prompt and replies, as a share of the spread
+# what rounding may change of a prompt and replies, as a share of the spread
+NEAR = {"f32": 0.03, "fast": 0.25}
 NEAR_PROMPT = {"f32": 0.02, "fast": 0.25}  # of a prompt alone
 TOPK = "topk,k=40,min_ctx=0"
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,55 +32,43 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [r for r in map(json.loads, file.read_text().splitlines()) if "i" in r]
 
 
-def test_kill_9_loses_and_repeats_nothing(tiny: Path, tmp_path: Path) -> None:
-    """80 examples, killed in the middle, run again."""
+def test_what_is_killed_loses_and_repeats_nothing(
+    run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever an answer begins, all before it are in the file, which may end anywhere."""
     rows = [
         {"id": f"q{i}", "title": "T", "context": f"Town {i}", "question": "Q?",
          "answers": {"text": ["x"]}}
-        for i in range(80)
+        for i in range(40)
     ]  # fmt: skip
-    data = tmp_path / "rows.json"
-    data.write_text(json.dumps(rows))
-    line = [sys.executable, "-m", "pyorch", "eval", "squad", "-m", tiny, "--confusion", "0"]
-    line += ["--data", data, "-a", "off", "-a", SPARSE, "-n", "80", "--ctx", "256", "-t", "1"]
-    line += ["--out", tmp_path, "-o", "json"]
-    file = tmp_path / "squad.jsonl"
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    (data := tmp_path / "rows.json").write_text(json.dumps(rows))
+    args = ["squad", "--confusion", 0, "--data", data, "-n", 40, "--ctx", 256]
+    args += ["-a", "off", "-a", SPARSE, "-o", "json"]
+    file, answer, n = tmp_path / "out" / "squad.jsonl", Decoder.answer, 0
 
-    def start() -> subprocess.Popen[str]:
-        line_ = [str(x) for x in line]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(line_, env=env, stdout=pipe, stderr=pipe, text=True)
+    def dies(*args: Any, **more: Any) -> bytes:
+        nonlocal n
+        assert len(records(file)) == n
+        if n == 31:
+            raise KeyboardInterrupt
+        n += 1
+        return answer(*args, **more)
 
-    process = start()
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        if file.exists() and file.read_bytes().count(b"\n") > 30:
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with monkeypatch.context() as m:
+        m.setattr(Decoder, "answer", dies)
+        assert run_eval(*args).exit_code and n == 31
     before = file.read_bytes()
-    n_before = len(before[: before.rfind(b"\n")].splitlines()) - 1  # the first is the setting
-    assert 30 <= n_before < 160
     with file.open("ab") as f:  # what a line that was being written leaves
         f.write(b'{"schema":1,"key":"dea')
-
-    out, err = start().communicate()
+    shown = json.loads(run_eval(*args).stdout)
     after = file.read_bytes()
-    assert after.startswith(before[: before.rfind(b"\n") + 1]), err
-    examples = [(r["method"], r["i"]) for r in records(file)]
-    assert len(examples) == len(set(examples)) == 160
-    assert {i for _, i in examples} == set(range(80))
+    assert after.startswith(before)
+    found = {(r["method"], r["i"]): r["score"] for r in records(file)}
+    assert len(records(file)) == len(found) == 80
     # the same scores as a run that was never cut short would have: those in the file
-    shown = {r["method"]: r["scores"] for r in json.loads(out)}
-    for method, scores in shown.items():
-        by_i = {r["i"]: r["score"] for r in records(file) if r["method"] == method}
-        assert scores == [by_i[i] for i in range(80)]
-
-    process = start()
-    process.communicate()
-    assert file.read_bytes() == after
+    for row in shown:
+        assert row["scores"] == [found[row["method"], i] for i in range(40)]
+    assert run_eval(*args).exit_code == 0 and file.read_bytes() == after
 
 
 def test_a_longer_run_and_another_method_add_only_what_is_missing(
@@ -146,9 +129,8 @@ def test_what_prompts_share_is_read_once_and_changes_no_answer(
     assert " n = 2 texts: no interval below 6." in shown  # repetition's
     assert " n = 1 text: no interval below 6." in shown
     assert len(shared) == 40
-    assert (
-        len(read) == 20 and sum(n > 1000 for n in read) == 3
-    )  # two passages' texts, one of needles
+    assert len(read) == 20
+    assert sum(n > 1000 for n in read) == 3  # two passages' texts, one of needles
     assert sum(read) < 3 * 1792 + 17 * 200
     monkeypatch.setattr(engine, "align", lambda s, tokens: engine.rewind(s, 0) or tokens)
     assert run_eval(*args, "-n", 10, "--questions", 5, "--force").exit_code == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_gguf import write_tiny_gguf
+from tiny import write_tiny_gguf
 
 
 @pytest.fixture(scope="session")

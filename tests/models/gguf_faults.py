@@ -143,27 +143,6 @@ def parse(path: Path) -> Model:
     return Model(keys, rows, path.read_bytes()[file.data_offset :])
 
 
-def with_bpe(base: Model) -> Model:
-    """The same model with a byte-level BPE vocabulary, as GPT-2 writes bytes."""
-    m = copy.deepcopy(base)
-    n = next(len(k.value[1]) for k in m.keys if k.name == b"tokenizer.ggml.tokens")
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    tokens = [chr(b) for b in plain] + [chr(256 + i) for i in range(256 - len(plain))]
-    tokens += ["he", "<s>", "</s>", *(f"x{i}" for i in range(n))]
-    vocabulary = {
-        b"model": (_STRING, b"gpt2"),
-        b"pre": (_STRING, b"gpt-2"),
-        b"tokens": (_ARRAY, (_STRING, [t.encode() for t in tokens[:n]])),
-        b"token_type": (_ARRAY, (5, [3 if t in ("<s>", "</s>") else 1 for t in tokens[:n]])),
-        b"merges": (_ARRAY, (_STRING, [b"h e"])),
-        b"bos_token_id": (4, tokens.index("<s>")),
-        b"eos_token_id": (4, tokens.index("</s>")),
-    }
-    m.keys = [k for k in m.keys if not k.name.startswith(b"tokenizer.")]
-    m.keys += [Key(b"tokenizer.ggml." + k, kind, v) for k, (kind, v) in vocabulary.items()]
-    return m
-
-
 def mutate(base: Model, seed: int) -> bytes:
     """The file of a seed: one to three faults, of its structure mostly, sometimes blind ones."""
     rng = random.Random(seed)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from checkpoints import CONFIG, make_weights, write_checkpoint
 from hub_server import REPO, Hub
-from tiny_gguf import write_tiny_gguf
+from tiny import write_tiny_gguf
 
 from pyorch import children, engine, paths, system
 from pyorch.errors import SparqError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny_gguf
+from tiny import write_tiny_gguf
 
 from pyorch.errors import SparqError
 from pyorch.models import memory

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hub_server import COMMIT, REPO, Hub, find, sha256
 from huggingface_hub import close_session, constants
-from tiny_gguf import write_tiny_gguf
+from tiny import write_tiny_gguf
 
 from pyorch import native
 from pyorch.errors import SparqError

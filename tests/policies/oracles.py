@@ -168,35 +168,47 @@ class Components(Projected):
         return softmax([sum(x[c] * row[c] for c in parts) * factor for row in every])
 
 
-class Pages(Oracle):
-    """Whole pages of `page` positions by `score(q, keys of the page)`, and the token's own page.
+class ExactPages(Oracle):
+    """The pages of `page` positions with the most attention, and the token's own page."""
 
-    parts(keys) makes two vectors, kept as f16, of a page; score(q, a, b) is one number.
-    """
-
-    def __init__(self, *args, page: int, parts, score) -> None:
+    def __init__(self, *args, page: int) -> None:
         super().__init__(*args)
-        self.page, self.parts, self.score = page, parts, score
+        self.page = page
 
     def choose(self, q, k) -> Sets:
         n, out = len(k), []
-        own = set(range((n - 1) // self.page * self.page, n))
-        full = range((n - 1) // self.page)
-        # n_read counts positions of whole pages
-        m = (self.k_of(n) - len(own)) // self.page if self.k_of(n) > len(own) else 0
+        n_full = (n - 1) // self.page
+        own = set(range(n_full * self.page, n))
+        m = max(self.k_of(n) - len(own), 0) // self.page
         for h in range(self.n_head_kv):
-            total = dict.fromkeys(full, 0.0)
-            for head in self.heads_of(h):
-                bounds = []
-                for p in full:
-                    a, b = self.parts(k[p * self.page : (p + 1) * self.page, h].astype(float))
-                    a, b = (x.astype(np.float16).astype(float) for x in (a, b))
-                    bounds.append(self.score(q[head].astype(float), a, b) * self.scale)
-                for p, s in enumerate(softmax(bounds) if bounds else []):
-                    total[p] += s
-            chosen = self.best(total, m)
+            chosen = self.best(self.summed(h, lambda x: self.pages(q, k, x, n_full)), m)
             out.append(own | {p * self.page + i for p in chosen for i in range(self.page)})
         return out
+
+    def pages(self, q, k, head: int, n_full: int) -> dict[int, float]:
+        """The scores of the full pages."""
+        total = dict.fromkeys(range(n_full), 0.0)
+        for cell, score in self.scores(q, k, head).items():
+            if cell < n_full * self.page:
+                total[cell // self.page] += score
+        return total
+
+
+class Pages(ExactPages):
+    """Whole pages by the softmax of `score(q, a, b)`, of two vectors that `parts` makes of the keys
+    of a page, kept as f16."""
+
+    def __init__(self, *args, page: int, parts, score) -> None:
+        super().__init__(*args, page=page)
+        self.parts, self.score = parts, score
+
+    def pages(self, q, k, head: int, n_full: int) -> dict[int, float]:
+        bounds = []
+        for p in range(n_full):
+            keys = k[p * self.page : (p + 1) * self.page, head // self.group].astype(float)
+            a, b = (x.astype(np.float16).astype(float) for x in self.parts(keys))
+            bounds.append(self.score(q[head].astype(float), a, b) * self.scale)
+        return dict(enumerate(softmax(bounds))) if bounds else {}
 
 
 def quest_parts(keys):
@@ -214,28 +226,6 @@ def mean_std_parts(keys):
 
 def mean_std_score(q, mean, std):
     return sum(x * m + abs(x) * s for x, m, s in zip(q, mean, std, strict=True))
-
-
-class ExactPages(Oracle):
-    """The pages with the most attention, and the token's own page."""
-
-    def __init__(self, *args, page: int) -> None:
-        super().__init__(*args)
-        self.page = page
-
-    def choose(self, q, k) -> Sets:
-        n, out = len(k), []
-        n_full = (n - 1) // self.page
-        own = set(range(n_full * self.page, n))
-        m = max(self.k_of(n) - len(own), 0) // self.page
-        for h in range(self.n_head_kv):
-            total = dict.fromkeys(range(n_full), 0.0)
-            for cell, score in self.summed(h, lambda x: self.scores(q, k, x)).items():
-                if cell not in own:
-                    total[cell // self.page] += score
-            chosen = self.best(total, m)
-            out.append(own | {p * self.page + i for p in chosen for i in range(self.page)})
-        return out
 
 
 class Evicting(Oracle):
