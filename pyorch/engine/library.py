@@ -205,7 +205,7 @@ def gpus(library: Library) -> list[Gpu]:
     """
     limit = os.environ.get("SPARQ_GPU_LIMIT") or str(2**63)
     if not limit.isdecimal():
-        raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}, not a number of bytes", exit_code=2)
+        raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}", "it is a number of bytes", 2)
     ggml = declare(library.lib._lib)
     res = []
     for device in library.gpu_devices(shared=False):

@@ -22,7 +22,7 @@ def available_memory() -> int:
     system, the container and the NUMA nodes of this process allow."""
     if own := os.environ.get("SPARQ_MEMORY_LIMIT"):
         if not own.isdecimal():
-            raise SparqError(f"SPARQ_MEMORY_LIMIT is {own!r}, not a number of bytes", exit_code=2)
+            raise SparqError(f"SPARQ_MEMORY_LIMIT is {own!r}", "it is a number of bytes", 2)
         return int(own)
     bound = of_nodes("MemFree", "Active(file)", "Inactive(file)")
     limits = [_meminfo_available(), cgroup.memory_left(), bound]

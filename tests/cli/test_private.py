@@ -79,10 +79,11 @@ def test_records_of_a_text(run: Run, tiny: Path, tmp_path: Path, text: Path) -> 
     assert mode(tmp_path / "new") == 0o700
 
 
+@pytest.mark.parametrize("name", ["SPARQ_DOCUMENTS_LIMIT", "SPARQ_MEMORY_LIMIT"])
 @pytest.mark.parametrize("given", ["none", "-1", "2X", "1e3", "inf"])
 def test_a_limit_that_is_none_keeps_nothing_by_mistake(
-    run: Run, tiny_chat: Path, monkeypatch: pytest.MonkeyPatch, given: str
+    run: Run, tiny_chat: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: str
 ) -> None:
-    monkeypatch.setenv("SPARQ_DOCUMENTS_LIMIT", given)
+    monkeypatch.setenv(name, given)
     done = run("chat", "-m", tiny_chat, stdin="x\n")
-    assert done.code == 2 and "SPARQ_DOCUMENTS_LIMIT" in done.err and repr(given) in done.err
+    assert done.code == 2 and name in done.err and repr(given) in done.err and "hint:" in done.err
