@@ -28,6 +28,34 @@ SUITES = [
     "test_mixed_kinds.py",
 ]
 
+# The op on a mask that ends too early, or twice at the same time on the same result.
+WRONG = """
+import sys, threading
+from pathlib import Path
+sys.path[:0] = [{here!r}, {tests!r}]
+import cases
+from graphs import Sources
+from ggml_ctypes import AttendParams
+from isa import IsaGgml
+
+target, lib_dir, headers, folder = sys.argv[1:]
+ggml = IsaGgml(Path(lib_dir), target, Path(headers), Path(folder))
+with ggml.graph() as g:
+    s = Sources(cases.make(cases.Case(n_kv=1000, heads=(4, 4))), g)
+    y = s.node("attend", AttendParams(1, 0, 0, 0))
+    if target != "thread":
+        s.mask.contents.data += 16
+    else:
+        compute = ggml.compute
+        def twice(*args):
+            other = threading.Thread(target=compute, args=args)
+            other.start()
+            compute(*args)
+            other.join()
+        ggml.compute = twice
+    g.compute(y, n_threads=3)
+"""
+
 
 def runtime(target: str) -> str:
     """Path of the sanitizer's library; skips the test where the compiler has none."""
@@ -60,3 +88,16 @@ def test_op_tests_run_clean(target: str, tmp_path: Path, native_lib_dir: Path) -
     argv = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *suites]
     code, said = run(target, native_lib_dir, tmp_path / "log", *argv)
     assert code == 0 and not said, said
+
+
+@pytest.mark.parametrize(
+    ("target", "report"),
+    [("address", "use-after-poison"), ("address-scalar", "use-after-poison"), ("thread", "race")],
+)
+def test_what_is_wrong_is_seen(
+    target: str, report: str, tmp_path: Path, native_lib_dir: Path, ggml_headers: Path
+) -> None:
+    program = WRONG.format(here=str(HERE), tests=str(HERE.parent))
+    paths = [str(native_lib_dir), str(ggml_headers), str(tmp_path)]
+    code, said = run(target, native_lib_dir, tmp_path / "log", "-c", program, target, *paths)
+    assert code != 0 and report in said, said
