@@ -41,7 +41,7 @@ enum ggml_sparse_attn_op {
 #define X(step) GGML_SPARSE_ATTN_##step,
     GGML_SPARSE_STEPS(X)
 #undef X
-    GGML_SPARSE_ATTN_COUNT,
+            GGML_SPARSE_ATTN_COUNT,
 };
 
 // counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in the memory of the device that runs them
@@ -63,7 +63,7 @@ enum ggml_sparse_stat {
 #define X(name) GGML_SPARSE_STAT_##name,
     GGML_SPARSE_STATS(X)
 #undef X
-    GGML_SPARSE_STAT_COUNT,
+            GGML_SPARSE_STAT_COUNT,
 };
 
 // The parameters of each step: F(type, field), the fields of struct ggml_sparse_STEP_params. Machines send them to each other as bytes, so
