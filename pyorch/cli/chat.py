@@ -123,7 +123,7 @@ def command(
         chat = Chat(
             session,
             template,
-            spec or AttentionSpec(),
+            session.settings.spec or AttentionSpec(),
             sampling.settings(0.8),
             tokens,
             as_json,
@@ -132,6 +132,7 @@ def command(
             documents=documents,
             keeps=not no_keep,
             files={Path(resume).resolve()} if resume else set(),
+            chosen=spec is not None,
         )
         for document in saved:
             conversation.go_on(chat, document)
@@ -258,7 +259,7 @@ def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
     from pyorch import engine
 
     engine.set_attention(chat.session, spec)
-    chat.spec = spec
+    chat.spec, chat.chosen = spec, True
     if spec.sparse:
         chat.sparse = spec
     note(f"attention {spec}", "dim")
@@ -334,7 +335,7 @@ def _reply(chat: Chat, text: str) -> None:
         why = "it took half of the room that was left, and what was read has to stay"
         note(f"note: the reply was cut: {why}; -n allows more tokens", "yellow")
     info = chat.summary.info
-    why = why_dense(chat.spec, info) if info else ""
+    why = why_dense(chat.spec, info) if info and chat.chosen else ""
     if why and why != chat.dense_note:
         note(why, "yellow")
     chat.dense_note = why

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyorch.attention.spec import BUDGETS, AttentionSpec, parse_spec
+from pyorch.attention.spec import AUTO_RATIO, BUDGETS, AttentionSpec, parse_spec, ratio_text
 from pyorch.cli.groups import given_on_command_line, option, several, takes
 from pyorch.cli.terminal import show_log
 from pyorch.cli.types import (
@@ -225,16 +225,6 @@ load_options = takes(load=LoadOptions)
 SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every command
 
 
-def ratio_option(default: str) -> Any:
-    """The field of `--ratio`; `default` says what a command does without it."""
-    return option(
-        "--ratio",
-        type=Ratio(),
-        help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%."
-        f"  [default: {default}]",
-    )
-
-
 @dataclass(frozen=True)
 class AttentionOptions:
     """The settings of attention; None means not given. All others stand in the line of `-a`."""
@@ -244,7 +234,12 @@ class AttentionOptions:
         metavar="SPEC",
         help="All settings of attention as one line: sparq,ratio=1/8,shadow=q8; topk,k=512; dense.",
     )
-    ratio: float | None = ratio_option("all")
+    ratio: float | None = option(
+        "--ratio",
+        type=Ratio(),
+        help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%; 1 is exact."
+        f"  [default: that of the model's card, else {ratio_text(AUTO_RATIO)}]",
+    )
     budget: str | None = option(
         "--budget",
         type=click.Choice(BUDGETS),

@@ -158,7 +158,7 @@ def command(
                 hint = "--api-key-file FILE requires one; --insecure does without"
                 raise SparqError(what, hint, exit_code=2)
             note("note: whoever reaches this address can use it", "yellow")
-        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents)
+        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents, load)
     # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
     name = file.path.name if Path(model.model).exists() else model.model
     alias = printable(name).replace(",", "_")

@@ -50,7 +50,28 @@ def test_generate_prints_text_alone_on_stdout(run: Run, tiny: Path) -> None:
     assert "tokens/s" in result.err and "tokens/s" not in result.out
     as_json = json.loads(run("generate", "-m", tiny, "-p", "hello", "-n", 12, "--json").out)
     assert as_json["text"] + "\n" == result.out
-    assert len(as_json["tokens"]) <= 12 and as_json["attention"] is None
+    assert len(as_json["tokens"]) <= 12
+
+
+DEFAULTS = {"": "sparq,ratio=0.25", "--ratio 1": "dense", "-a off": None, "-c 1024": "dense"}
+
+
+@pytest.mark.parametrize("line", DEFAULTS)
+def test_sparse_unless_told_otherwise(run: Run, tiny: Path, line: str) -> None:
+    ask = ("generate", "-m", tiny, "-p", LONG[:1020], "-n", 9, "--json", *line.split())
+    attention = json.loads((done := run(*ask)).out)["attention"]
+    assert (attention and attention["spec"]) == DEFAULTS[line]
+    assert ("--ratio 1" in done.err) == (not line)
+    assert line or attention["counters"]["calls_sparse"] > 0
+
+
+def test_a_default_never_fails(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what it keeps does not fit into the memory, attention is exact."""
+    kv = json.loads(run("explain", "-m", tiny, "-c", 4096, "--json").out)["kv_memory"]
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(kv + 999))
+    ask = ("generate", "-m", tiny, "-p", "x", "-n", 1, "--json")
+    assert run(*ask, "--ratio", "1/4").code == 1
+    assert json.loads(run(*ask).out)["attention"]["spec"] == "dense"
 
 
 def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
@@ -58,7 +79,7 @@ def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
     quiet = subprocess.run(args, capture_output=True, check=True).stderr
     loud = subprocess.run([*args, "-v"], capture_output=True, check=True).stderr
     assert b"llama_model_loader" in loud
-    assert len(quiet.splitlines()) == 1  # speed
+    assert len(quiet.splitlines()) == 2  # attention, speed
 
 
 def test_a_drawn_seed_repeats_the_reply(run: Run, tiny: Path) -> None:
@@ -75,17 +96,18 @@ def test_dense_where_sparse_was_asked_is_told(run: Run, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "said"),
+    ("arch", "asked", "said"),
     [
-        ("gemma2", "note: 1 of 2 layers are dense: sliding-window layer"),
-        ("deepseek2", "note: attention is dense: multi-head latent attention"),
+        ("gemma2", SPARSE, "note: 1 of 2 layers are dense: sliding-window layer"),
+        ("deepseek2", SPARSE, "note: attention is dense: multi-head latent attention"),
+        ("deepseek2", (), "exact: multi-head latent attention"),
     ],
 )
 def test_layers_that_cannot_be_sparse_are_told(
-    run: Run, tmp_path: Path, arch: str, said: str
+    run: Run, tmp_path: Path, arch: str, asked: tuple[str, ...], said: str
 ) -> None:
     path = tiny_of.write(tmp_path / "m.gguf", arch)
-    result = run("generate", "-m", path, "-p", LONG[:300], "-n", 4, *SPARSE)
+    result = run("generate", "-m", path, "-p", LONG[:300], "-n", 4, *asked)
     assert result.code == 0 and said in result.err
     counted = "attention of 1 of 2 layers " in result.err  # whose bytes these are
     assert counted == (arch == "gemma2")
@@ -172,7 +194,7 @@ def test_a_context_beyond_the_training(run: Run, tmp_path: Path) -> None:
     assert refused.code == 2 and "512 positions" in refused.err
 
 
-@pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -t 1"])
+@pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -a off"])
 def test_nowhere_to_write(tiny: Path, args: str) -> None:
     verb, *rest = args.split()
     argv = [sys.executable, "-m", "pyorch", verb, *rest]
@@ -249,7 +271,7 @@ def test_a_sparse_prompt_that_was_not_fast_is_told(n_fast: int, n_read: int, tol
 
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
     script = f"{LONG}\n/ratio 1/4\nand?\n/dense\nand?\n"
-    result = run("chat", "-m", tiny_chat, "-n", 6, "--json", stdin=script)
+    result = run("chat", "-m", tiny_chat, "-n", 6, "--json", "-a", "off", stdin=script)
     off, sparse, dense = [json.loads(line) for line in result.out.splitlines()]
     assert off["attention"] is None
     assert sparse["attention"]["spec"] == "sparq,ratio=0.25"
@@ -470,7 +492,7 @@ def test_ctrl_c_in_a_terminal_stops_the_reply_and_not_the_program(
 
 
 def test_ctrl_c_ends_what_reads_from_a_pipe(tiny_chat: Path) -> None:
-    argv = [sys.executable, "-m", "pyorch", "chat", "-m", str(tiny_chat), "-t", "1", "--temp", "0"]
+    argv = [sys.executable, "-m", "pyorch", "chat", "-m", str(tiny_chat), "-t", "1", "-a", "off"]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(argv, **streams, bufsize=0) as child:
         assert child.stdin and child.stdout and child.stderr

@@ -377,7 +377,7 @@ def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Pa
     geo = geometry(read_gguf(file))
     row = 2 * 2 * geo.n_head_kv[0] * geo.head_dim_k  # of f16, K and V
     cut, whole = ((5 * n + 4096) * row for n in (768, 4096))
-    weights, ctx = weight_bytes(read_gguf(file)), ("-m", file, "--ctx", 4096, "-np", 1)
+    weights, ctx = weight_bytes(read_gguf(file)), ("-m", file, "-a", "off", "--ctx", 4096, "-np", 1)
     spare = 8 << 20
     room = {"SPARQ_MEMORY_LIMIT": str(cut + weights + spare)}
     with standin("", *ctx, **room) as running:
