@@ -21,6 +21,7 @@ from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import conversation, streams
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import LEFT_FREE, Chat
+from pyorch.cli.groups import Option
 from pyorch.cli.loading import model_title, open_session
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
@@ -57,11 +58,22 @@ ROLES = ("system", "user", "assistant")
 
 
 @click.command()
+@opt.model_argument
 @opt.model_options
-@click.option("--system", type=Text(), metavar="TEXT", help="System message.")
+@opt.attention_options
+@opt.context_options
 @click.option(
-    "-n", "--tokens", type=click.IntRange(1), help="Generate at most this many tokens per reply."
+    "-sys",
+    "--system",
+    cls=Option,
+    aliases=("--system-prompt",),
+    type=Text(),
+    metavar="TEXT",
+    help="System message.",
 )
+@opt.tokens_option(None, " per reply")
+@opt.sampling_options
+@opt.document_option
 @click.option(
     "--resume", type=File(), metavar="FILE", help="Continue a conversation written by /save."
 )
@@ -75,14 +87,10 @@ ROLES = ("system", "user", "assistant")
     is_flag=True,
     help="Keep neither the texts of /read nor the lines that are typed; /help says where they are.",
 )
-@opt.document_option
-@opt.context_options
-@opt.load_options
-@opt.attention_options
-@opt.sampling_options
 @template_options
 @opt.json_option
 @opt.verbose_option
+@opt.load_options
 def command(
     model: opt.ModelOptions,
     system: str | None,

@@ -41,6 +41,7 @@ class Machines(opt.RpcOptions):
 
 
 @click.command()
+@opt.model_argument
 @opt.model_options
 @opt.attention_options
 @takes(context=WholeContext)

@@ -147,7 +147,7 @@ def show_command(name: str) -> None:
         if value:
             print(f"  {key:<14}{value}")
     if c.source:
-        print(f"  {'try':<14}sparq-cpp chat --model {name}")
+        print(f"  {'try':<14}sparq-cpp chat {name}")
 
 
 @command.command("rm")

@@ -37,4 +37,4 @@ def command(spec: str) -> None:
         note(f"{what}, {human_bytes(missing)} to download", "dim")
     print(pull.fetch(model, note).path)
     if sys.stderr.isatty():
-        note(f"next: sparq-cpp chat -m {spec}", "dim")
+        note(f"next: sparq-cpp chat {spec}", "dim")

@@ -53,12 +53,17 @@ def test_generate_prints_text_alone_on_stdout(run: Run, tiny: Path) -> None:
     assert len(as_json["tokens"]) <= 12
 
 
-DEFAULTS = {"": "sparq,ratio=0.25", "--ratio 1": "dense", "-a off": None, "-c 1024": "dense"}
+DEFAULTS = {
+    "": "sparq,ratio=0.25",
+    "--ratio 1": "dense",
+    "-a off": None,
+    "--ctx-size 1024": "dense",
+}
 
 
 @pytest.mark.parametrize("line", DEFAULTS)
 def test_sparse_unless_told_otherwise(run: Run, tiny: Path, line: str) -> None:
-    ask = ("generate", "-m", tiny, "-p", LONG[:1020], "-n", 9, "--json", *line.split())
+    ask = ("generate", tiny, "-p", LONG[:1020], "--n-predict", 9, "--json", *line.split())
     attention = json.loads((done := run(*ask)).out)["attention"]
     assert (attention and attention["spec"]) == DEFAULTS[line]
     assert ("--ratio 1" in done.err) == (not line)
@@ -129,6 +134,23 @@ def test_wrong_use_is_two_lines(run: Run, tiny: Path, line: str) -> None:
     error, hint = result.err.splitlines()
     assert (result.code, result.out) == (2, "")
     assert error.startswith("error: ") and WRONG_USE[line] in error and hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("generate --contxt 5", " --ctx"),
+        ("chat --n-predikt 5", " --tokens"),
+        ("serve --no-kv-ofload", " --no-kv-offload"),
+        ("chat llama3-8", " llama3-8b"),
+        ("clean nothing", " clean"),
+        ("chat -m one two", " one"),
+    ],
+)
+def test_what_is_nearly_right(run: Run, line: str, near: str) -> None:
+    result = run(*line.split())
+    error, hint = result.err.splitlines()
+    assert result.code == 2 and near in hint and "[" not in error and len(hint) < 120
 
 
 def test_layers_on_a_gpu(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ def test_keys_come_in_a_file(run: Callable[..., Any], tiny: Path, tmp_path: Path
 def test_our_options_are_not_for_after(
     run: Callable[..., Any], tiny: Path, more: str, ours: str
 ) -> None:
-    result = run("serve", "-m", tiny, "--", *more.split())
+    result = run("serve", tiny, "--", *more.split())
     _, hint = result.err.splitlines()
     assert result.code == 2 and ours in hint and "secret" not in result.err
 
