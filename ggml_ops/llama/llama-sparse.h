@@ -32,8 +32,8 @@ extern "C" {
 //              dense  exact attention through our op (reads every visible position once per KV head)
 //              sparq  SparQ: approximate scores from `rank` components, then exact attention over `topk` positions
 //              topk   exact scores from all of K, then attention over `topk` positions
-//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V: half for the scores, but at most half of
-//                                  the components; the rest for the gathered rows
+//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V, of a cache in f16 (others select the same):
+//                                  half for the scores, but at most half of the components; the rest for the gathered rows
 //                                  topk:  share of the positions that is kept
 //   rank, topk (or k)              explicit values, instead of those from ratio
 //   local    size of the local window, newest positions of the sequence (default topk/4)

@@ -377,14 +377,14 @@ bool llama_sparse_spec::is_dense() const {
 }
 
 // Half of the bytes pay for the scores, but half of the components is enough: beyond that, rows bring more (docs/numerics.md, 11b)
-int32_t llama_sparse_spec::rank_for(int32_t il, int32_t d_k, double row_bytes) const {
+int32_t llama_sparse_spec::rank_for(int32_t il, int32_t d_k, double f16_bytes) const {
     if (!rank_layers.empty()) {
         return rank_layers[il];
     }
     if (rank > 0) {
         return rank;
     }
-    return std::clamp((int32_t) std::lround(ratio/2*row_bytes*8/n_bit), 1, std::max(d_k/2, 1));
+    return std::clamp((int32_t) std::lround(ratio/2*f16_bytes*8/n_bit), 1, std::max(d_k/2, 1));
 }
 
 int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const {

@@ -76,10 +76,10 @@ struct llama_sparse_spec {
     // reads the transposed copy of K
     bool has_shadow() const { return method == LLAMA_SPARSE_SPARQ && !is_dense(); }
 
-    // row_bytes: of K and V of one position and KV head
-    int32_t rank_for(int32_t il, int32_t d_k, double row_bytes) const;
+    // f16_bytes: of K and V of one position and KV head in f16. A ratio selects the same from any type of cache
+    int32_t rank_for(int32_t il, int32_t d_k, double f16_bytes) const;
 
-    // k of layer il for a token that sees n_pos positions; score_shares [n_layer]: of dense attention's bytes, read by step 1; 0: not our layer
+    // k of layer il for a token that sees n_pos positions; score_shares [n_layer]: of the bytes of K and V in f16, read by step 1; 0: not our layer
     int32_t topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const;
 
     int32_t cap_for(int32_t k, int32_t n_pos) const; // most positions of a head
