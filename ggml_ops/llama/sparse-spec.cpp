@@ -132,7 +132,7 @@ struct key_info {
     unsigned    flags;
     std::string limits;   // of the exported table, in JSON: the type, and its bounds or words
     std::string excludes; // the other key that says the same of every layer
-    std::string needs;    // another key, or KEY=WORD, without which it changes nothing
+    std::string needs;    // another key without which it changes nothing
     std::function<void(spec &, const std::string &)> read; // throws llama_sparse_error
     std::function<std::string(const spec &)>         text;
 };
@@ -208,8 +208,7 @@ const std::vector<key_info> & keys() {
         list  ("k_layers",    CHOICE,          &spec::k_layers,    parse_layer_k, format_layer_k),
         list  ("rank_layers", CHOICE | SCORES, &spec::rank_layers, [](const std::string & s) { return parse_int("rank_layers", s, 1); },
                 [](int32_t x) { return std::to_string(x); }),
-        choice("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
-        number("prompt_p",   &spec::prompt_p,   LEAST, 1.0, SHARED | PROMPT, "prompt=sparse"),
+        choice("prompt",     &spec::prompt,     0, { "f32", "fast" }, SHARED | PROMPT),
         choice("verify",     &spec::verify,     0, { "exact", "sparse" }),
     };
     // clang-format on
@@ -245,12 +244,8 @@ std::string why_idle(const llama_sparse_spec & spec, const key_set & given, cons
     if (given.count(key.excludes)) {
         return "with " + key.excludes;
     }
-    if (!key.needs.empty()) {
-        const names need = split(key.needs, '=');
-        const std::string text = key_of(need[0]).text(spec);
-        if (need.size() > 1 ? text != need[1] : text == key_of(need[0]).text(usual)) {
-            return "without " + key.needs;
-        }
+    if (!key.needs.empty() && key_of(key.needs).text(spec) == key_of(key.needs).text(usual)) {
+        return "without " + key.needs;
     }
     if (key.name == "ratio" && given.count("topk") && (is_topk || given.count("rank"))) {
         return is_topk ? "with topk" : "with rank and topk";
