@@ -23,6 +23,7 @@ from pyorch.progress import say
     help="Build with CUDA for native, all or 80,90.  [default: native where nvcc and a device are"
     " here, none with --portable]",
 )
+@click.option("--ui", is_flag=True, help="Make the web page of serve, too; needs Node.js.")
 @click.option(
     "--jobs", type=click.IntRange(1), help="Compilers that run at once.  [default: one per core]"
 )
@@ -33,6 +34,7 @@ def command(
     tools: bool,
     portable: bool,
     cuda: str | None,
+    ui: bool,
     jobs: int | None,
     force: bool,
     env: bool,
@@ -42,7 +44,7 @@ def command(
     The source is downloaded once. Source and builds are kept in the cache (SPARQ_CACHE). With
     SPARQ_CUDA=0 neither this nor any other command uses CUDA.
     """
-    from pyorch.native import build
+    from pyorch.native import build, page
     from pyorch.native import cuda as toolkit
 
     options = build.Options(stock, portable, "" if cuda is None else toolkit.archs(cuda))
@@ -56,6 +58,8 @@ def command(
         if options.cuda:
             say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
         folder = build.build(options, names, jobs, force)
+    if ui:
+        page.build()
     if env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')

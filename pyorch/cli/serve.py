@@ -38,6 +38,7 @@ from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry, layer_weights
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_more
+from pyorch.native import page
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -283,7 +284,9 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     with ExitStack() as stack:
         files = TemporaryDirectory(prefix="sparq-serve-")  # which it reads when it begins
         folder = Path(stack.enter_context(files))
-        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *more]
+        ui = page.find()
+        shown = ["--path", str(ui)] if ui else []
+        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *shown, *more]
         options, variables = served_documents.passed_on(file, served.documents, more, folder)
         child = Child([*argv, *options], env | variables, account.read, shows_log())
         stack.enter_context(child)
@@ -299,7 +302,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             )
             if n_read:
                 note(f"documents: {n_read} tokens were read before")
-            note(f"http://{url}:{served.port}/v1 is ready; Ctrl-C ends it")
+            also = ", the page is at /" if ui else ""
+            note(f"http://{url}:{served.port}/v1 is ready{also}; Ctrl-C ends it")
             child.wait_end()
     if child.killed:
         note(f"note: {PROGRAM} was killed: {child.killed}", "yellow")
