@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import os
@@ -14,7 +13,7 @@ import click
 
 from pyorch import __version__, native
 from pyorch.cli import streams
-from pyorch.errors import SparqError
+from pyorch.errors import SparqError, nearest
 
 # verb -> (module below pyorch.cli, one line for --help). The module holds `command`.
 COMMANDS = {
@@ -118,9 +117,11 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
             if getattr(getattr(error, "param", None), "name", "") == "model":
                 hint = "a file, org/repo of the hub, or a name that `sparq-cpp models` lists"
             if isinstance(error, click.NoSuchOption):
-                message, hint = error.message, _nearest_option(error.option_name, error.ctx) or hint
+                options = (p for p in error.ctx.command.params if isinstance(p, click.Option))
+                names = [name for p in options for name in getattr(p, "names", p.opts)]
+                message, hint = error.message, nearest("", error.option_name, names).hint
                 if error.ctx.info_name == "serve":
-                    hint += f"; if it is llama-server's: sparq-cpp serve ... -- {error.option_name}"
+                    hint += f" If it is llama-server's: sparq-cpp serve ... -- {error.option_name}"
         if isinstance(error, click.BadParameter) and isinstance(error.param, click.Argument):
             error.param_hint = str(error.param.metavar or error.param.name).strip("[].")
             message = error.format_message()
@@ -138,18 +139,6 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
         if error.errno == errno.ENOSPC:
             hint = "free some disk space, or write elsewhere"
         fail(f"{where}{error.strerror or error}", hint, 1)
-
-
-def _nearest_option(name: str, ctx: click.Context) -> str:
-    """The option of a command that is called most like this, also by a name of llama.cpp's."""
-    options = [p for p in ctx.command.params if isinstance(p, click.Option)]
-    names = {
-        name: max(p.opts, key=len) if name in getattr(p, "aliases", ()) else name
-        for p in options
-        for name in (*p.opts, *p.secondary_opts, *getattr(p, "aliases", ()))
-    }
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
-    return f"did you mean {names[near[0]]}?" if near else ""
 
 
 def fail(message: str, hint: str, exit_code: int) -> NoReturn:

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pyorch import paths
+from pyorch import paths, system
 from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import conversation, streams
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import LEFT_FREE, Chat
-from pyorch.cli.groups import Option
 from pyorch.cli.line_editor import typed_lines
 from pyorch.cli.loading import model_title, open_session
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import File, Text
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
 from pyorch.text_file import LARGEST, decoded, raw_lines, read_text
@@ -58,8 +57,7 @@ that were typed in a terminal, chat_last.json its last conversation. --no-keep k
 COMMANDS = {name: bool(of) for name, of in re.findall(r"^(/\w+)( F)?", HELP, re.MULTILINE)}
 LAST = "chat_last.json"  # what `--resume last` continues, in our cache
 
-# of a terminal that closes, which Windows lacks, and of a system that shuts down
-ENDS = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
+ENDS = [number for number in system.ENDING if number != signal.SIGINT]  # as a terminal that closes
 ROLES = ("system", "user", "assistant")
 
 
@@ -68,34 +66,17 @@ ROLES = ("system", "user", "assistant")
 @opt.model_options
 @opt.attention_options
 @opt.context_options
-@click.option(
-    "-sys",
-    "--system",
-    cls=Option,
-    aliases=("--system-prompt",),
-    type=Text(),
-    metavar="TEXT",
-    help="System message.",
-)
-@opt.tokens_option(None, " per reply")
+@opt.system_option
 @opt.sampling_options
 @opt.document_option
 @click.option(
     "--resume",
     type=File(),
     metavar="FILE|last",
-    help="Continue a conversation written by /save, or the last one in a terminal.",
+    help="Continue what /save wrote, or last: the last.",
 )
-@click.option(
-    "--commands",
-    is_flag=True,
-    help="From a pipe, too, take lines that begin with / for commands.",
-)
-@click.option(
-    "--no-keep",
-    is_flag=True,
-    help="Keep nothing of the texts of /read and of what is typed; /help says where they are.",
-)
+@click.option("--commands", is_flag=True, help="Obey lines of a pipe that begin with /, too.")
+@click.option("--no-keep", is_flag=True, help="Keep nothing of what is read and typed: see /help.")
 @template_options
 @opt.json_option
 @opt.verbose_option
@@ -103,7 +84,6 @@ ROLES = ("system", "user", "assistant")
 def command(
     model: opt.ModelOptions,
     system: str | None,
-    tokens: int | None,
     resume: str | None,
     commands: bool,
     no_keep: bool,
@@ -117,9 +97,8 @@ def command(
 ) -> None:
     """Talk to a model, with its own chat template.
 
-    In a terminal, /help lists the commands. From a pipe, each line is one message, and Ctrl-C ends
-    the program; with --commands a line that begins with / is a command, with // a message that
-    begins with /. Replies go to stdout; with --json each is one line of JSON.
+    In a terminal, /help lists the commands. From a pipe, each line is one message. Replies go to
+    stdout; with --json each is one line of JSON.
     """
     piped = streams.stdin()  # what is wrong is refused before a model is loaded
     conversation.limit()
@@ -143,7 +122,7 @@ def command(
             template,
             session.settings.spec or AttentionSpec(),
             sampling.settings(0.8),
-            tokens,
+            sampling.tokens,
             as_json,
             sys.stdin.isatty(),
             messages,

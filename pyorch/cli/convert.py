@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model", type=File(), metavar="DIR|SPEC")
-@click.option(
-    "--out",
-    type=File(),
-    metavar="FILE",
-    help="The file to write.  [default: NAME.gguf in this folder]",
-)
+@click.option("--out", type=File(), help="The file to write.  [default: NAME.gguf, here]")
 @click.option(
     "--outtype",
     type=click.Choice(OUTTYPES),

@@ -84,7 +84,6 @@ class ExampleOptions:
     document: str | None = option(
         "--document",
         type=File(),
-        metavar="FILE",
         help="Ask about what `sparq-cpp read` has read, in place of --text: repetition and"
         " answers_repetition do.",
     )

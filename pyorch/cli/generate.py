@@ -26,15 +26,8 @@ if TYPE_CHECKING:
 @click.command()
 @opt.model_argument
 @opt.model_options
-@click.option("-p", "--prompt", type=Text(), metavar="TEXT", help="The text to continue.")
-@click.option(
-    "-f",
-    "--file",
-    type=File(),
-    metavar="FILE",
-    help="Read the text from a file, or from stdin if FILE is -.",
-)
-@opt.tokens_option(128, "")
+@click.option("-p", "--prompt", type=Text(), help="The text to continue.")
+@click.option("-f", "--file", type=File(), help="The file with the text; - is stdin.")
 @opt.attention_options
 @opt.context_options
 @opt.sampling_options
@@ -47,7 +40,6 @@ def command(
     model: opt.ModelOptions,
     prompt: str | None,
     file: str | None,
-    tokens: int,
     document_names: tuple[str, ...],
     context: opt.ContextOptions,
     load: opt.LoadOptions,
@@ -59,10 +51,9 @@ def command(
     """Continue a text.
 
     The continuation goes to stdout, speed and notes to stderr. The text is used as it is, without a
-    chat template: the names of control tokens in it, such as <|im_end|>, are these tokens, as in
-    llama.cpp. Decoding is greedy unless --temp is given. After a --document that was read for a
-    chat the text is a question about it, in which such names are text, and the model's answer
-    follows.
+    chat template: names of control tokens in it, such as <|im_end|>, are these tokens. Decoding is
+    greedy unless --temp is given. After a --document that was read for a chat the text is a
+    question about it, in which such names are text.
     """
     from pyorch import engine
     from pyorch.engine import document_file
@@ -78,7 +69,7 @@ def command(
         if file != "-" and streams.text_waits():
             note("note: what comes through the pipe is not used: -f - would read it", "yellow")
         words, ends = _after(session, documents[0], text, templates) if documents else (text, [])
-        settings = sampling.settings(0.0)
+        settings, tokens = sampling.settings(0.0), sampling.tokens or 128
         _generate(session, words, spec, settings, tokens, [*ends, *sampling.stop], as_json=as_json)
 
 

@@ -21,6 +21,10 @@ class Option(click.Option):
         super().__init__(*args, **attributes)
         self.aliases = aliases
 
+    @property
+    def names(self) -> list[str]:
+        return [*self.opts, *self.secondary_opts, *self.aliases]
+
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         shown = self.opts
         self.opts = [*shown, *self.aliases]

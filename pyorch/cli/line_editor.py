@@ -5,35 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from pyorch import paths
 from pyorch.cli.terminal import note
 
-if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
-
 
 def typed_lines(commands: Mapping[str, bool], keeps: bool) -> Iterator[bytes]:
-    """Yields what is typed until Enter; a pasted text with line feeds is one line.
-
-    Args:
-        commands: those that begin with /, and whether the name of a file follows.
-        keeps: whether later chats can recall the lines.
-    """
-    session = _session(commands, keeps)
-    while True:
-        try:
-            line = session.prompt("> ")
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            note("/exit or Ctrl-D leaves", "dim")
-            continue
-        yield line.encode(sys.stdin.encoding, errors="surrogateescape")
-
-
-def _session(commands: Mapping[str, bool], keeps: bool) -> PromptSession[str]:
+    """Yields what is typed until Enter; a pasted text with line feeds is one line. commands: those
+    that begin with /, and whether a file follows; keeps: whether later chats can recall lines."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
     from prompt_toolkit.document import Document
@@ -41,11 +20,8 @@ def _session(commands: Mapping[str, bool], keeps: bool) -> PromptSession[str]:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
 
-    file, files, keys = (
-        paths.cache() / "chat_history",
-        PathCompleter(expanduser=True),
-        KeyBindings(),
-    )
+    file, files = paths.cache() / "chat_history", PathCompleter(expanduser=True)
+    keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
     class History(FileHistory):
@@ -64,7 +40,7 @@ def _session(commands: Mapping[str, bool], keeps: bool) -> PromptSession[str]:
             elif commands.get(name):
                 yield from files.get_completions(Document(rest), event)
 
-    return PromptSession(
+    session: PromptSession[str] = PromptSession(
         history=History(str(file)),
         completer=Names(),
         complete_while_typing=False,
@@ -72,3 +48,10 @@ def _session(commands: Mapping[str, bool], keeps: bool) -> PromptSession[str]:
         # the replies may go to a file, and nothing else is to go there
         output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
     )
+    while True:
+        try:
+            yield session.prompt("> ").encode(sys.stdin.encoding, errors="surrogateescape")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            note("/exit or Ctrl-D leaves", "dim")

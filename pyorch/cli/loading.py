@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from pyorch.attention.cost import layer_costs
-from pyorch.attention.spec import AUTO_RATIO, AttentionSpec, parse_spec, ratio_text
+from pyorch.attention.spec import AUTO_RATIO, AttentionSpec, parse_spec
 from pyorch.cli.gpu import note_in_memory
 from pyorch.cli.groups import given_on_command_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
@@ -110,7 +111,8 @@ def prepare(
     settings = settings_for(file, options)
     native.built(tools=tools)
     if load is not None and options.attention is None:
-        settings = _with_default(default_spec(name, file.path), file, settings, options, load)
+        on_gpu = options.n_away != 0 and not load.rpc.workers
+        settings = _with_default(default_spec(name, file.path), file, settings, options, on_gpu)
     return file, settings
 
 
@@ -120,48 +122,40 @@ def default_spec(name: str, path: Path | None) -> AttentionSpec:
     from pyorch.models.content import card_of
 
     word = name.split(":")[0].split("@")[0]
-    if word in cards.names() and path != Path(name):
-        card: cards.Card | None = cards.load(word)
-    else:
-        card = card_of(path) if path else None
-    if card and card.settings:
-        return parse_spec(card.settings)
-    return AttentionSpec("sparq", ratio=AUTO_RATIO)
+    is_card = word in cards.names() and path != Path(name)
+    card = cards.load(word) if is_card else card_of(path) if path else None
+    return parse_spec(card.settings if card and card.settings else f"sparq,ratio={AUTO_RATIO}")
+
+
+def sparse_layers(settings: Settings, spec: AttentionSpec) -> tuple[int, int, str]:
+    """How many layers with K and V are sparse in the end, of how many, and why the others not."""
+    costs = layer_costs(settings.geo, spec, settings.n_ctx, *settings.element_bytes)
+    reasons = sorted({c.split.reason for c in costs if c.split.dense})
+    why = "; ".join(reasons) or "no layer has a plain KV cache"
+    return sum(not c.split.dense for c in costs), len(costs), why
 
 
 def _with_default(
-    spec: AttentionSpec,
-    file: GGUFFile,
-    exact: Settings,
-    options: SessionOptions,
-    load: LoadOptions,
+    spec: AttentionSpec, file: GGUFFile, exact: Settings, options: SessionOptions, on_gpu: bool
 ) -> Settings:
     """The settings with this attention, if a token gains by it. What nobody asked for makes nothing
     fail and nothing slower. exact: those without it."""
     from pyorch.engine.settings import settings_for
 
-    ratio = f"--ratio {ratio_text(spec.ratio or AUTO_RATIO)}"
-    if options.n_away != 0 and not load.rpc.workers:
-        note(f"attention is exact: on a GPU few models gain; {ratio} tries it", "dim")
-        return exact
-    costs = layer_costs(exact.geo, spec, exact.n_ctx, *exact.element_bytes)
-    n = sum(c.bytes_read < c.bytes_dense for c in costs)
-    why = "; ".join(sorted({c.split.reason for c in costs})) or "no layer has a plain KV cache"
-    if n:
-        try:
+    n, of, why = sparse_layers(exact, spec)
+    if on_gpu:
+        why = f"on a GPU few models gain; -a {spec} tries it"
+    elif n:
+        why = "the transposed K does not fit into the memory"
+        with suppress(SparqError):
             settings = settings_for(file, replace(options, attention=spec))
-        except SparqError as error:
-            n, why = 0, error.message
-        else:
-            if settings.lacking > exact.lacking:
-                n, why = 0, "the transposed K would take memory that the weights need"
-    if not n:
-        note(f"attention is exact: {why}", "dim")
-        return replace(exact, spec=AttentionSpec("dense"))
-    which = f" in {n} of {len(costs)} layers" if n < len(costs) else ""
-    where = f"from {spec.min_ctx} positions on, by default"
-    note(f"attention {spec}{which}, {where}; --ratio 1 is exact", "dim")
-    return settings
+            if settings.lacking <= exact.lacking:
+                which = f" in {n} of {of} layers" if n < of else ""
+                where = f"from {spec.min_ctx} positions on, by default"
+                note(f"attention {spec}{which}, {where}; --ratio 1 is exact", "dim")
+                return settings
+    note(f"attention is exact: {why}", "dim")
+    return exact if on_gpu else replace(exact, spec=AttentionSpec("dense"))
 
 
 def model_title(path: Path) -> str:

@@ -146,8 +146,6 @@ def show_command(name: str) -> None:
     for key, value in lines.items():
         if value:
             print(f"  {key:<14}{value}")
-    if c.source:
-        print(f"  {'try':<14}sparq-cpp chat {name}")
 
 
 @command.command("rm")

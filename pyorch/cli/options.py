@@ -7,14 +7,14 @@ keyword argument `context`. A command with many options of its own makes such a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pyorch.attention.spec import AUTO_RATIO, BUDGETS, AttentionSpec, parse_spec, ratio_text
-from pyorch.cli.groups import F, Option, given_on_command_line, option, several, takes
+from pyorch.cli.groups import Option, given_on_command_line, option, several, takes
 from pyorch.cli.terminal import show_log
 from pyorch.cli.types import (
     POSITIONS,
@@ -65,7 +65,7 @@ def model_option(required: bool = True) -> Any:
         type=File(),
         envvar="SPARQ_MODEL",
         metavar="FILE|SPEC",
-        help="GGUF model, also without -m: a file, a card's name or org/repo.",
+        help="GGUF model: a file, a card's name or org/repo.",
     )
 
 
@@ -296,8 +296,15 @@ attention_options = takes(attention=AttentionOptions)
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The settings of sampling, by llama.cpp's names."""
+    """How much is generated, and the settings of sampling, by llama.cpp's names."""
 
+    tokens: int | None = option(
+        "-n",
+        "--tokens",
+        aliases=("--predict", "--n-predict"),
+        type=click.IntRange(1),
+        help="Generate at most this many tokens.  [default: 128; in a chat, all that fit]",
+    )
     temp: float | None = option(
         "--temp",
         aliases=("--temperature",),
@@ -339,7 +346,6 @@ class SamplingOptions:
         "--stop",
         type=Text(),
         multiple=True,
-        metavar="TEXT",
         help="End where the model writes this text, which is not shown; it may be repeated.",
     )
 
@@ -370,26 +376,20 @@ json_option = click.option(
 )
 
 
-# ---- what chat and generate share ----
+# ---- conversations and documents ----
 
-
-def tokens_option(default: int | None, what: str) -> Callable[[F], F]:
-    return click.option(
-        "-n",
-        "--tokens",
-        cls=Option,
-        aliases=("--predict", "--n-predict"),
-        type=click.IntRange(1),
-        default=default,
-        help=f"Generate at most this many tokens{what}.",
-    )
-
-
+system_option = click.option(
+    "-sys",
+    "--system",
+    cls=Option,
+    aliases=("--system-prompt",),
+    type=Text(),
+    help="System message of the conversation.",
+)
 document_option = click.option(
     "--document",
     "document_names",
     type=File(),
     multiple=True,
-    metavar="FILE",
     help="Begin with what `sparq-cpp read` has read: a file, or its name in `documents list`.",
 )

@@ -22,9 +22,7 @@ from pyorch.progress import progress_bar
     default="Q4_K_M",
     help="Type of the weights, such as Q8_0, Q6_K or IQ4_XS: those of llama-quantize.",
 )
-@click.option(
-    "--imatrix", type=File(), metavar="FILE", help="An importance matrix from llama-imatrix."
-)
+@click.option("--imatrix", type=File(), help="An importance matrix from llama-imatrix.")
 @click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--allow-requantize", is_flag=True, help="Accept a quantised model; this loses more.")

@@ -23,7 +23,7 @@ from pyorch.cli.loading import (
 )
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
 from pyorch.cli.terminal import note, print_json
-from pyorch.cli.types import THREADS, File, Text
+from pyorch.cli.types import THREADS, File
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
 from pyorch.text import human_bytes, human_time, printable
@@ -40,20 +40,10 @@ _TAKES = "a text file, a folder, or -"
 @click.argument("texts", type=File(), nargs=-1, required=True, metavar="TEXT...")
 @opt.model_options
 @click.option(
-    "-o",
-    "--out",
-    type=File(),
-    metavar="FILE",
-    help="Where to write it.  [default: named after the text, where `sparq-cpp documents`"
-    " finds it]",
+    "-o", "--out", type=File(), help="The file to write.  [default: the name of the text]"
 )
-@click.option("--system", type=Text(), metavar="TEXT", help="System message of the conversation.")
-@click.option(
-    "--plain",
-    is_flag=True,
-    help="Read the text without a chat template, for generate. Names of control tokens in it count"
-    " as control tokens.",
-)
+@opt.system_option
+@click.option("--plain", is_flag=True, help="Read the text as it is, control tokens included.")
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 @click.option("--threads", "-t", type=THREADS, help="Number of threads.  [default: one per core]")
 @opt.load_options

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 import click
 
 from pyorch import native, paths, system
-from pyorch.attention.cost import layer_costs
 from pyorch.attention.placement import layers_on_gpu
 from pyorch.attention.spec import AttentionSpec
 from pyorch.cli import gpu, served_documents, supervise
 from pyorch.cli import options as opt
-from pyorch.cli.groups import option, takes
+from pyorch.cli.groups import Option, option, takes
 from pyorch.cli.loading import (
     model_title,
     note_if_weights_exceed,
     placement,
     prepare,
     session_options,
+    sparse_layers,
 )
 from pyorch.cli.supervise import Child
 from pyorch.cli.terminal import note, note_if_beyond, shows_log
@@ -63,32 +63,16 @@ _SAFE = (
 _FOREIGN = ("LLAMA_", "AIP_", "SPARQ_")
 _KEPT = "SPARQ_PROMPT_ON_CPU"  # which no option of ours stands for
 
-# our option -> those of llama-server that it stands for, in our own line for it
-_OURS = {
-    "-m SPEC": "-m --model -mu --model-url -dr --docker-repo -hf -hfr --hf-repo -hff --hf-file"
-    " --models-dir --models-preset",
-    "--host": "--host",
-    "--port": "--port",
-    "--api-key-file FILE": "--api-key --api-key-file",
-    "--parallel": "-np --parallel",
-    "--ctx, the positions of each slot": "-c --ctx-size -kvu --kv-unified -no-kvu --no-kv-unified"
+# what llama-server has in other words than we -> our option
+_OTHERS = {
+    "-m": "--model-url -mu --docker-repo -dr --hf-file -hff --models-dir --models-preset",
+    "--api-key-file": "--api-key",
+    "--ctx, the positions of each slot": "--kv-unified -kvu --no-kv-unified -no-kvu"
     " --kv-unified-per-slot",
-    "-a SPEC, which needs flash attention": "--sparse-attn -fa --flash-attn",
-    "--threads": "-t --threads",
-    "--n-gpu-layers": "-ngl --gpu-layers --n-gpu-layers",
-    "--no-kv-offload": "-nkvo --no-kv-offload -kvo --kv-offload",
-    "--rpc": "--rpc",
-    "--tensor-split": "-ts --tensor-split",
-    "--numa": "--numa",
-    "--no-repack": "-nr --no-repack --repack",
-    "--cache-type-k": "-ctk --cache-type-k",
-    "--cache-type-v": "-ctv --cache-type-v",
-    "--rope-scaling": "--rope-scaling",
-    "--rope-scale": "--rope-scale --rope-freq-scale",
-    "--yarn-orig-ctx": "--yarn-orig-ctx",
-    "--rope-freq-base": "--rope-freq-base",
+    "-a SPEC, which needs flash attention": "--sparse-attn --flash-attn -fa",
+    "--no-repack": "--repack",
+    "--rope-scale": "--rope-freq-scale",
 }
-_OURS_OF = {name: ours for ours, names in _OURS.items() for name in names.split()}
 _ONE_OF_A_MODEL = re.compile(r"--(embd|fim|gpt-oss|vision)-.*-(default|spec)")  # and of its port
 
 
@@ -113,7 +97,6 @@ class ServerOptions:
     api_key_file: str | None = option(
         "--api-key-file",
         type=File(),
-        metavar="FILE",
         help="Refuse requests without a key from this file (one per line).",
     )
     insecure: bool = option(
@@ -173,9 +156,11 @@ def _check_more(more: Sequence[str]) -> None:
     if more and not more[0].startswith("-"):
         hint = f"options of {PROGRAM} stand after --: sparq-cpp serve MODEL -- --metrics"
         raise SparqError(f"serve takes no argument {more[0]!r}", hint, exit_code=2)
+    options = [p for p in command.params if isinstance(p, Option) and p.name != "attn"]
+    ours_of = {name: max(p.opts, key=len) for p in options for name in p.names}
+    ours_of |= {name: ours for ours, names in _OTHERS.items() for name in names.split()}
     for name in sorted(served_documents.names(more)):
-        ours = _OURS_OF.get(name) or ("-m SPEC" if _ONE_OF_A_MODEL.fullmatch(name) else "")
-        if ours:
+        if ours := ours_of.get(name) or "-m" * bool(_ONE_OF_A_MODEL.fullmatch(name)):
             raise SparqError(f"{name} after -- would contradict ours", f"use {ours}", exit_code=2)
 
 
@@ -269,8 +254,10 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         engine.library().check_gpu(place.n_gpu_layers, place.tensor_split)
     note_if_beyond(settings.n_ctx, geometry(file).n_ctx_train)
     note_if_weights_exceed(file, settings, served.load)
-    if why := _stays_exact(file, settings, spec):
-        note(why, "yellow")
+    n, of, why = sparse_layers(settings, spec)
+    if spec.sparse and (n < of or not of):
+        what = f"{of - n} of {of} layers are exact at {settings.n_ctx} positions"
+        note(f"note: {what}: {why}", "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / system.program(PROGRAM)
     in_memory = _kv_in_memory(served, program.parent)
     adapted = any(name.startswith("--lora") for name in served_documents.names(more))
@@ -331,22 +318,6 @@ def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
     check_more(served.file.path, "cache beside the GPU's", sum(sizes[il] for il in in_memory))
     note(gpu.in_memory_text(cache, in_memory), "yellow")
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
-
-
-def _stays_exact(file: GGUFFile, settings: Settings, spec: AttentionSpec) -> str:
-    """A note if sparse attention is asked for and the header of the model tells that some of it
-    will be dense; otherwise ""."""
-    if not spec.sparse:
-        return ""
-    layers = layer_costs(geometry(file), spec, settings.n_ctx, *settings.element_bytes)
-    reasons = [layer.split.reason for layer in layers if not layer.ours]
-    if reasons:
-        which = f"{len(reasons)} of {len(layers)} layers are dense"
-        return f"note: {which}: {'; '.join(sorted(set(reasons)))}"
-    if all(layer.split.dense for layer in layers):
-        why = layers[0].split.reason if layers else "no layer has a plain KV cache"
-        return f"note: attention stays exact at {settings.n_ctx} positions: {why}"
-    return ""
 
 
 def _arguments(served: Served, folder: Path, adapted: bool) -> list[str]:

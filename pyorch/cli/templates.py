@@ -38,10 +38,7 @@ class TemplateOptions:
     """How a conversation is written."""
 
     chat_template_file: str | None = option(
-        "--chat-template-file",
-        type=File(),
-        metavar="FILE",
-        help="Chat template in jinja.  [default: the model's own]",
+        "--chat-template-file", type=File(), help="In jinja.  [default: the model's own]"
     )
     chat_template_kwargs: Mapping[str, object] | None = option(
         "--chat-template-kwargs",

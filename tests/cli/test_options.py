@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from pyorch.cli import COMMANDS, _name_variables, cli
 from pyorch.cli import eval as evaluate
 from pyorch.cli import options as opt
-from pyorch.cli.calibrate import SearchContext, SearchOptions
-from pyorch.cli.explain import WholeContext
+from pyorch.cli.calibrate import SearchOptions
+from pyorch.cli.eval import MethodOptions
 from pyorch.cli.groups import takes
 from pyorch.engine import Sampling
 from pyorch.errors import SparqError
@@ -107,19 +107,7 @@ def test_no_variable_stands_in_for_two_options() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        opt.ContextOptions,
-        opt.CacheOptions,
-        opt.RopeOptions,
-        opt.LoadOptions,
-        opt.AttentionOptions,
-        opt.SamplingOptions,
-        SearchContext,
-        SearchOptions,
-        WholeContext,
-        evaluate.ExampleOptions,
-        evaluate.MethodOptions,
-    ],
+    [opt.ContextOptions, opt.LoadOptions, opt.SamplingOptions, SearchOptions, MethodOptions],
 )
 def test_a_group_made_by_hand_has_the_defaults_of_the_command_line(kind: type) -> None:
     seen = []

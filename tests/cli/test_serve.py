@@ -346,7 +346,7 @@ def test_keys_come_in_a_file(run: Callable[..., Any], tiny: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("more", "ours"),
     [
-        ("--gpt-oss-20b-default", "-m SPEC"),
+        ("--gpt-oss-20b-default", "-m"),
         ("--metrics --host 0.0.0.0", "--host"),
         ("--api_key secret", "--api-key-file"),
         ("--api-key=secret", "--api-key-file"),
