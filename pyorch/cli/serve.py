@@ -100,7 +100,7 @@ class ServerOptions:
     port: int = option(
         "--port",
         type=click.IntRange(0, 65535),
-        default=8000,
+        default=8080,
         help="Port to listen on; 0 takes any free one.",
     )
     parallel: int = option(
@@ -123,13 +123,13 @@ class ServerOptions:
 
 @click.command()
 @opt.model_options
+@opt.attention_options
+@opt.context_options
 @takes(server=ServerOptions)
 @opt.document_option
-@opt.context_options
-@opt.load_options
-@opt.attention_options
 @opt.verbose_option
-@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
+@opt.load_options
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [-- OPTIONS]")
 def command(
     model: opt.ModelOptions,
     server: ServerOptions,
@@ -147,6 +147,7 @@ def command(
     """
     from pyorch.engine import document_file
 
+    more = more[1:] if more and not more[0].startswith("-") else more  # the model
     _check_more(more)
     keys = _keys(server.api_key_file) if server.api_key_file is not None else []
     options = session_options(attention.spec(), context, load, server.parallel)
@@ -159,7 +160,7 @@ def command(
                 hint = "--api-key-file FILE requires one; --insecure does without"
                 raise SparqError(what, hint, exit_code=2)
             note("note: whoever reaches this address can use it", "yellow")
-        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents)
+        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents, load)
     # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
     name = file.path.name if Path(model.model).exists() else model.model
     alias = printable(name).replace(",", "_")
@@ -170,7 +171,7 @@ def _check_more(more: Sequence[str]) -> None:
     """Refuse what is no option, and options of llama-server that we set. A value, which may be a
     key, is not in the message."""
     if more and not more[0].startswith("-"):
-        hint = f"options of {PROGRAM} stand after --: sparq-cpp serve -m M -- --metrics"
+        hint = f"options of {PROGRAM} stand after --: sparq-cpp serve MODEL -- --metrics"
         raise SparqError(f"serve takes no argument {more[0]!r}", hint, exit_code=2)
     for name in sorted(served_documents.names(more)):
         ours = _OURS_OF.get(name) or ("-m SPEC" if _ONE_OF_A_MODEL.fullmatch(name) else "")
