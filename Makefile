@@ -26,6 +26,7 @@ demo: build             ## build, download a small model (89 MiB), and let it co
 
 # both build for, and run on, the CPU, even where a GPU is
 test test-server test-all test-archs archs-table: export SPARQ_CUDA = 0
+test test-server test-all test-archs archs-table: export SPARQ_VULKAN = 0
 # threads that spin while they wait take the core that another process of the tests needs
 test test-server test-all test-archs archs-table test-lowest: export OMP_WAIT_POLICY = passive
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hub_server import Hub
 
 # What a user has set for their own use would change what the programs under test do.
-_OF_TESTS = ["TEST", "FUZZ", "LOAD", "CACHE", "LLAMA", "CUDA", "LIBRARY"]
+_OF_TESTS = ["TEST", "FUZZ", "LOAD", "CACHE", "LLAMA", "CUDA", "VULKAN", "LIBRARY"]
 for name in [*os.environ]:
     theirs = name.startswith("SPARQ_") and name.split("_")[1] not in _OF_TESTS
     if theirs or name in ("FORCE_COLOR", "TTY_COMPATIBLE", "HF_HUB_OFFLINE"):

@@ -23,13 +23,13 @@ from types import ModuleType
 from pyorch import native
 from pyorch.errors import SparqError
 from pyorch.ggml import NUMA
+from pyorch.native import devices
 from pyorch.native.prototypes import declare
 
 LOG = logging.getLogger("pyorch.llama")
 LOG.addHandler(logging.NullHandler())
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
-_GPUS = (1, 2)  # ggml_backend_dev_type: a GPU with memory of its own, or that of the host
 _CONT = 5  # the ggml_log_level of a message that continues
 # "llama_model_load: error loading model: X" -> "X"
 _LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
@@ -127,20 +127,14 @@ class Library:
             self._numa = numa
             self.lib.llama_numa_init(NUMA[numa])
 
-    def gpu_devices(self, shared: bool = True) -> list[int]:
+    def gpu_devices(self) -> list[int]:
         """Pointers to the devices of this machine that may hold layers. llama.cpp itself takes
-        workers for GPUs.
-
-        Args:
-            shared: whether those count that have no memory of their own.
-        """
+        workers for GPUs."""
         ggml = declare(self.lib._lib)
-        devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
         return [
             device
-            for device in devices
-            if ggml.ggml_backend_dev_type(device) in (_GPUS if shared else _GPUS[:1])
-            and ggml.ggml_backend_dev_description(device).decode() not in self.workers
+            for device in devices.pointers(ggml)
+            if ggml.ggml_backend_dev_description(device).decode() not in self.workers
         ]
 
     @property
@@ -152,11 +146,11 @@ class Library:
         """Refuse layers on a GPU, or shares of several, if this library has none.
 
         Raises:
-            SparqError: it is a build without CUDA, or there is no device.
+            SparqError: it is a build for the CPU, or there is no device.
         """
         if n_gpu_layers and not self.has_gpu:
             what = f"{n_gpu_layers} layers cannot go to a GPU: this library has none"
-            hint = "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda native"
+            hint = "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda or --vulkan"
             raise SparqError(what, hint, exit_code=2)
         if tensor_split and not self.has_gpu:
             what = "--tensor-split shares layers among machines, and there is only this one"
@@ -190,15 +184,19 @@ class Library:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU with memory of its own. free: bytes that nobody has, when it was asked."""
+    """A GPU. free: bytes that nobody has, when it was asked; integrated: they are main memory;
+    kernels: our attention runs there."""
 
     name: str
     free: int
     device: int  # llama.cpp's pointer
+    integrated: bool = False
+    kernels: bool = True
 
 
 def gpus(library: Library) -> list[Gpu]:
-    """Those that llama.cpp puts layers on. `SPARQ_GPU_LIMIT` (bytes) is free at most on each.
+    """Those that llama.cpp puts layers on: the ones with memory of their own, if there are any.
+    `SPARQ_GPU_LIMIT` (bytes) is free at most on each.
 
     Raises:
         SparqError: the variable is no number.
@@ -208,12 +206,10 @@ def gpus(library: Library) -> list[Gpu]:
         raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}", "it is a number of bytes", 2)
     ggml = declare(library.lib._lib)
     res = []
-    for device in library.gpu_devices(shared=False):
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        name = ggml.ggml_backend_dev_description(device).decode(errors="replace")
-        res.append(Gpu(name, min(free.value, int(limit)), device))
-    return res
+    for pointer in library.gpu_devices():
+        x, (free, _) = devices.device(ggml, pointer), devices.memory(ggml, pointer)
+        res.append(Gpu(x.name, min(free, int(limit)), pointer, x.integrated, x.kernels))
+    return [gpu for gpu in res if not gpu.integrated] or res
 
 
 @cache

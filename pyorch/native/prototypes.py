@@ -73,11 +73,13 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_cuda_reg": (_P,),
     "ggml_backend_init": (_P,),  # of a library that is a backend
     "ggml_backend_rpc_add_server": (_P, c_char_p),
+    "ggml_backend_reg_name": (c_char_p, _P),
     "ggml_backend_reg_dev_count": (c_size_t, _P),
     "ggml_backend_reg_dev_get": (_P, _P, c_size_t),
     "ggml_backend_reg_get_proc_address": (_P, _P, c_char_p),
     "ggml_backend_dev_count": (c_size_t,),
     "ggml_backend_dev_get": (_P, c_size_t),
+    "ggml_backend_dev_backend_reg": (_P, _P),
     "ggml_backend_dev_name": (c_char_p, _P),
     "ggml_backend_dev_description": (c_char_p, _P),
     "ggml_backend_dev_type": (c_int, _P),

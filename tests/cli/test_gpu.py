@@ -25,7 +25,7 @@ from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
 from pyorch.models.gguf_file import read_gguf
-from pyorch.native import cuda
+from pyorch.native.devices import Device
 
 Run = Callable[..., Any]
 F16 = (CACHE_TYPES["f16"], CACHE_TYPES["f16"])
@@ -169,9 +169,8 @@ def test_llama_server_is_told(
 def test_what_a_gpu_holds_takes_no_main_memory(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, load: dict[str, Any], integrated: bool, fits: bool
 ) -> None:
-    device = cuda.Device("87", "one that is not there", integrated=integrated)
-    monkeypatch.setattr(cuda, "devices", lambda: ((device,), ""))
-    monkeypatch.setattr(native, "uses_cuda", lambda: True)
+    device = Device("CUDA", "one that is not there", 0, integrated)
+    monkeypatch.setattr(native, "gpus", lambda: (device,))
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     options = session_options(None, ContextOptions(ctx=1024), LoadOptions(**load))
     with nullcontext() if fits else pytest.raises(SparqError, match="--ctx|memory"):
