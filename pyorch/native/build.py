@@ -49,10 +49,11 @@ def usual(stock: bool = False) -> Options:
     """The default options: with CUDA if there is a device, else with Vulkan or Metal if a build of
     this cache was made with it. The variable SPARQ_<BACKEND>=0 switches one off."""
     before = {name for folder, _ in finished() for name in backends(folder)}
-    others = [n in before and os.environ.get(f"SPARQ_{n.upper()}") != "0" for n in BACKENDS[1:]]
-    if cuda.is_preferred() and (cuda.find_nvcc() or not any(others)):
+    vulkan = "vulkan" in before and os.environ.get("SPARQ_VULKAN") != "0"
+    metal = "metal" in before and os.environ.get("SPARQ_METAL") != "0"
+    if cuda.is_preferred() and (cuda.find_nvcc() or not (vulkan or metal)):
         return Options(stock, cuda=cuda.archs("native"))
-    return Options(stock, False, "", *others)
+    return Options(stock, vulkan=vulkan, metal=metal)
 
 
 def working(options: Options) -> Options:
