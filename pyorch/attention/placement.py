@@ -19,7 +19,19 @@ from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
 CACHE_LINE = 64  # bytes
+MAIN_MEMORY = 1 << 62  # bytes that are free on a GPU without memory of its own: counted elsewhere
 MARGIN = 1 << 30  # bytes of a GPU that computing takes, as llama.cpp's own --fit leaves free
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a GPU without our kernels, where attention is dense, and of this machine's memory beside
+    it: bytes that each reads per second, and the seconds by which a token waits for a layer whose K
+    and V lie in memory."""
+
+    gpu: float
+    memory: float
+    wait: float
 
 
 @dataclass(frozen=True)
@@ -85,19 +97,39 @@ class Cache:
         own = self.geo.own_layers
         return {il: later.kv_bytes([il]) + later.shadow_bytes([il]) for il in own}
 
-    def in_memory(self, free: int, layers: Collection[int]) -> tuple[int, ...]:
-        """Those of the layers on a GPU whose K and V must stay in memory; () if all fit.
+    def gaining(self, rates: Rates) -> set[int]:
+        """The layers in which a token at the end of the context takes less time with K and V in
+        memory, by the bytes that it reads."""
+        spec = self.spec or AttentionSpec()
+        costs = cost.layer_costs(self.geo, spec, self.n_ctx, *self.element_bytes)
+        return {
+            c.il
+            for c in costs
+            if c.bytes_read / rates.memory + rates.wait < c.bytes_dense / rates.gpu
+        }
+
+    def in_memory(
+        self, free: int, layers: Collection[int], rates: Rates | None = None
+    ) -> tuple[int, ...]:
+        """Those of the layers on a GPU whose K and V stay in memory: those that gain by it, and
+        those that must; () if all fit.
 
         Layers that save a token the most bytes for their size go to the GPU first, and of equal
         ones some from everywhere, so that several GPUs take about as many.
 
         Args:
             free: bytes of the GPUs, beside the weights and `MARGIN` for each.
+            rates: those of GPUs without our kernels, if attention is sparse.
         """
+        gaining = self.gaining(rates) if rates else set()
+        must = self._too_large(free, set(layers) - gaining)
+        return tuple(il for il in self.geo.own_layers if il in layers and il in gaining | must)
+
+    def _too_large(self, free: int, layers: Collection[int]) -> set[int]:
         sizes = {il: n for il, n in self.layer_bytes().items() if il in layers}
         free -= 2 * self.n_batch * self.n_ctx  # the mask
         if not sizes or sum(sizes.values()) <= free:
-            return ()
+            return set()
         # llama.cpp reads a prompt on the GPU, which gets K and V of a layer at a time for it
         free -= max(sizes.values())
         spec = self.spec or AttentionSpec()
@@ -110,7 +142,7 @@ class Cache:
             n = min(len(same), max(free, 0) // size)
             kept += [same[i * len(same) // n] for i in range(n)]
             free -= n * size
-        return tuple(il for il in sizes if il not in kept)
+        return sizes.keys() - kept
 
 
 def layers_on_gpu(n_layer: int, n_gpu_layers: int | None) -> range:

@@ -21,6 +21,9 @@ from functools import cache
 from types import ModuleType
 
 from pyorch import native
+from pyorch.attention.placement import MAIN_MEMORY, MARGIN, Rates
+from pyorch.attention.spec import AttentionSpec
+from pyorch.engine import bandwidth
 from pyorch.errors import SparqError
 from pyorch.ggml import NUMA
 from pyorch.native import devices
@@ -210,6 +213,27 @@ def gpus(library: Library) -> list[Gpu]:
         x, (free, _) = devices.device(ggml, pointer), devices.memory(ggml, pointer)
         res.append(Gpu(x.name, min(free, int(limit)), pointer, x.integrated, x.kernels))
     return [gpu for gpu in res if not gpu.integrated] or res
+
+
+def free_on(gpus: Sequence[Gpu]) -> int:
+    """The bytes for weights, K and V, beside what computing takes."""
+    own = [gpu.free - MARGIN for gpu in gpus if not gpu.integrated]
+    return sum(own) if own else MAIN_MEMORY
+
+
+def rates(
+    library: Library, gpus: Sequence[Gpu], spec: AttentionSpec | None, n_threads: int
+) -> Rates | None:
+    """Those that decide where K and V lie; None if our kernels run there, or attention reads
+    everything. The first GPU counts for all.
+
+    Raises:
+        SparqError: the memory cannot be read with so many threads.
+    """
+    if not (spec and spec.sparse) or all(gpu.kernels for gpu in gpus):
+        return None
+    ggml = declare(library.lib._lib)
+    return bandwidth.beside_gpu(ggml, gpus[0].device, gpus[0].name, n_threads)
 
 
 @cache

@@ -87,6 +87,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_dev_init": (_P, _P, c_char_p),
     "ggml_backend_dev_supports_op": (c_bool, _P, _T),
     "ggml_backend_dev_buffer_type": (_P, _P),
+    "ggml_backend_free": (None, _P),
     "ggml_backend_get_device": (_P, _P),
     "ggml_backend_get_default_buffer_type": (_P, _P),
     "ggml_backend_buft_name": (c_char_p, _P),

@@ -41,10 +41,10 @@ from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differi
 from pyorch.cli.loading import model_path
 from pyorch.cli.options import RpcOptions
 from pyorch.cli.terminal import confirm, note_if_beyond
+from pyorch.engine.bandwidth import MemoryReader, usual_bytes
 from pyorch.engine.settings import context_size
 from pyorch.errors import SparqError
 from pyorch.measure import records
-from pyorch.measure.bandwidth import MemoryReader, usual_bytes
 from pyorch.measure.process import Process, Processes
 from pyorch.measure.records import Record, Result, optional, spread
 from pyorch.measure.room import Place, Synthetic, geometry_of

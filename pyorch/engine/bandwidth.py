@@ -1,24 +1,31 @@
-"""Measures how fast this machine reads memory, and makes its caches forget."""
+"""Measures how fast this machine and its GPUs read memory, and makes its caches forget."""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
 from pyorch import paths, system
+from pyorch.attention.placement import Rates
 from pyorch.errors import SparqError
+from pyorch.ggml import BY_NAME
 from pyorch.models.memory import available_memory
 from pyorch.native import probe
+from pyorch.native.tensor import InitParams
 from pyorch.progress import say
 
 BUFFER_BYTES = 256 << 20  # per thread; far above any cache
 LEAST_BYTES = 32 << 20  # per thread, the least if memory is short
 SHARE = 4  # all buffers together take at most 1/SHARE of the free memory
+COPY_BYTES = 64 << 20  # of a GPU's memory, read and written
+ROW_BYTES = 16384  # what crosses for a token in a layer, about
 _PASSES = 9
 _START_S = 10.0
 
@@ -77,16 +84,69 @@ def measured(n_threads: int) -> float:
     n = max(1, min(n_threads, available_memory() // SHARE // LEAST_BYTES))
     if n < n_threads:
         say(f"memory is short: its speed is measured with {n} of {n_threads} threads")
-    name = f"bandwidth {probe.cpu()[0]} {probe.cores()} cores {n} threads".lower()
-    kept = paths.cache() / "bench" / re.sub(r"[^a-z0-9]+", "-", name)
+
+    def fastest() -> list[float]:
+        reader = MemoryReader(n)
+        return [max(reader.read() for _ in range(_PASSES))]
+
+    return _once(f"bandwidth {probe.cpu()[0]} {probe.cores()} cores {n} threads", fastest)[0]
+
+
+def beside_gpu(ggml: Any, device: int, name: str, n_threads: int) -> Rates:
+    """How fast a GPU reads its memory and so many threads read ours, and what a layer whose K and V
+    lie in ours costs beside that; the former kept for GPUs of this name.
+
+    Args:
+        ggml: the library, whose functions are declared.
+        device: its pointer to the GPU.
+
+    Raises:
+        SparqError: as `MemoryReader`.
+    """
+    rate, wait = _once(f"gpu {name}", lambda: _gpu(ggml, device))
+    return Rates(rate, measured(n_threads), wait)
+
+
+def _gpu(ggml: Any, device: int) -> list[float]:
+    """Bytes per second of a copy, and seconds of what crosses for a token in a layer."""
+    backend = ggml.ggml_backend_dev_init(device, None)
+    fastest = []
+    for n_rows, crosses in ((COPY_BYTES // ROW_BYTES, False), (1, True)):
+        context = ggml.ggml_init(InitParams(1 << 20, None, True))
+        x, y = (
+            ggml.ggml_new_tensor_4d(context, BY_NAME["f32"].number, ROW_BYTES // 4, n_rows, 1, 1)
+            for _ in range(2)
+        )
+        copy, graph = ggml.ggml_cpy(context, x, y), ggml.ggml_new_graph(context)
+        ggml.ggml_build_forward_expand(graph, copy)
+        buffer = ggml.ggml_backend_alloc_ctx_tensors(context, backend)
+        row, times = np.zeros(ROW_BYTES, np.uint8), []
+        for _ in range(_PASSES):
+            started = time.perf_counter()
+            if crosses:  # the result of attention; then q, k and v
+                ggml.ggml_backend_tensor_set(x, row.ctypes.data, 0, ROW_BYTES)
+            ggml.ggml_backend_graph_compute(backend, graph)
+            for _ in range(3 * crosses):
+                ggml.ggml_backend_tensor_get(y, row.ctypes.data, 0, ROW_BYTES)
+            times.append(time.perf_counter() - started)
+        fastest.append(min(times))
+        ggml.ggml_backend_buffer_free(buffer)
+        ggml.ggml_free(context)
+    ggml.ggml_backend_free(backend)
+    return [2 * COPY_BYTES / fastest[0], fastest[1]]
+
+
+def _once(name: str, measure: Callable[[], list[float]]) -> list[float]:
+    """Numbers that are kept in the cache, unless other programs run while they are measured."""
+    kept = paths.cache() / "bench" / re.sub(r"[^a-z0-9]+", "-", name.lower())
     with suppress(OSError, ValueError):
-        return float(kept.read_text())
-    is_busy, reader = system.is_busy(), MemoryReader(n)
-    fastest = max(reader.read() for _ in range(_PASSES))
+        if numbers := [float(word) for word in kept.read_text().split()]:
+            return numbers
+    is_busy, numbers = system.is_busy(), measure()
     if not is_busy:
         with suppress(OSError):  # it is measured again each time
-            paths.put(kept, str(fastest))
-    return fastest
+            paths.put(kept, " ".join(map(str, numbers)))
+    return numbers
 
 
 def usual_bytes(n_threads: int) -> int:
