@@ -90,7 +90,7 @@ def _toolchain() -> tuple[Facts, Facts]:
             runs = " and run" if cuda.devices()[0] else ""
             facts["cuda"] = f"{toolkit.release}, programs with cuBLAS link{runs}"
         off["cuda"] = why or cuda.devices()[1]
-        facts["vulkan"], off["vulkan"] = cmake.vulkan_devices()
+        off["vulkan"] = cmake.why_not_vulkan()
         off["metal"] = "sparq-cpp build --metal was never tried" if sys.platform == "darwin" else ""
     except SparqError as error:
         off["build"] = error.message

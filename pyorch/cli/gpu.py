@@ -20,7 +20,7 @@ from pyorch.text import human_bytes
 if TYPE_CHECKING:
     from pyorch.attention.spec import AttentionSpec
     from pyorch.engine import Session
-    from pyorch.engine.library import Gpu
+    from pyorch.native.devices import Device
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Room:
     fits: bool
 
 
-def asked(spec: AttentionSpec | None, n_threads: int) -> tuple[Sequence[Gpu], Rates | None]:
+def asked(spec: AttentionSpec | None, n_threads: int) -> tuple[Sequence[Device], Rates | None]:
     """The GPUs, none if the library is not built; and their rates if our kernels do not run there.
 
     Raises:
@@ -68,7 +68,7 @@ def apart(function: Callable[[], T]) -> T:
 
 
 def room(
-    gpus: Sequence[Gpu], rates: Rates | None, cache: Cache, weights: int, kv_offload: bool | None
+    gpus: Sequence[Device], rates: Rates | None, cache: Cache, weights: int, kv_offload: bool | None
 ) -> Room:
     """What they hold of a model whose `weights` bytes are all there."""
     from pyorch.engine.library import free_on

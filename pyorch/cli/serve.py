@@ -385,6 +385,7 @@ def _arguments(served: Served, folder: Path, adapted: bool) -> list[str]:
         "--rope-freq-base": rope.freq_base,
         "--numa": load.numa,
         "--n-gpu-layers": load.n_gpu_layers,
+        "--device": "none" if load.n_gpu_layers == 0 else None,  # or prompts would go there
         "--rpc": ",".join(load.rpc.workers) or None,
         "--tensor-split": ",".join(map(str, load.rpc.tensor_split)) or None,
     }

@@ -18,6 +18,7 @@ from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
 from pyorch.models.memory import available_memory
 from pyorch.native import probe
+from pyorch.native.devices import Device
 from pyorch.native.tensor import InitParams
 from pyorch.progress import say
 
@@ -92,18 +93,14 @@ def measured(n_threads: int) -> float:
     return _once(f"bandwidth {probe.cpu()[0]} {probe.cores()} cores {n} threads", fastest)[0]
 
 
-def beside_gpu(ggml: Any, device: int, name: str, n_threads: int) -> Rates:
-    """How fast a GPU reads its memory and so many threads read ours, and what a layer whose K and V
-    lie in ours costs beside that; the former kept for GPUs of this name.
-
-    Args:
-        ggml: the library, whose functions are declared.
-        device: its pointer to the GPU.
+def beside_gpu(ggml: Any, gpu: Device, n_threads: int) -> Rates:
+    """How fast a GPU of `ggml`, whose functions are declared, reads its memory, and so many threads
+    ours; and what a layer costs whose K and V lie in ours. Kept for GPUs of this name.
 
     Raises:
         SparqError: as `MemoryReader`.
     """
-    rate, wait = _once(f"gpu {name}", lambda: _gpu(ggml, device))
+    rate, wait = _once(f"gpu {gpu.name}", lambda: _gpu(ggml, gpu.pointer))
     return Rates(rate, measured(n_threads), wait)
 
 

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -27,6 +27,7 @@ from pyorch.engine import bandwidth
 from pyorch.errors import SparqError
 from pyorch.ggml import NUMA
 from pyorch.native import devices
+from pyorch.native.devices import Device
 from pyorch.native.prototypes import declare
 
 LOG = logging.getLogger("pyorch.llama")
@@ -130,15 +131,9 @@ class Library:
             self._numa = numa
             self.lib.llama_numa_init(NUMA[numa])
 
-    def gpu_devices(self) -> list[int]:
-        """Pointers to the devices of this machine that may hold layers. llama.cpp itself takes
-        workers for GPUs."""
-        ggml = declare(self.lib._lib)
-        return [
-            device
-            for device in devices.pointers(ggml)
-            if ggml.ggml_backend_dev_description(device).decode() not in self.workers
-        ]
+    def gpu_devices(self) -> list[Device]:
+        """The GPUs of this machine, without their memory."""
+        return devices.listed(declare(self.lib._lib), self.workers)
 
     @property
     def has_gpu(self) -> bool:
@@ -185,19 +180,7 @@ class Library:
                 call.warnings.append(line.strip())
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU. free: bytes that nobody has, when it was asked; integrated: they are main memory;
-    kernels: our attention runs there."""
-
-    name: str
-    free: int
-    device: int  # llama.cpp's pointer
-    integrated: bool = False
-    kernels: bool = True
-
-
-def gpus(library: Library) -> list[Gpu]:
+def gpus(library: Library) -> list[Device]:
     """Those that llama.cpp puts layers on: the ones with memory of their own, if there are any.
     `SPARQ_GPU_LIMIT` (bytes) is free at most on each.
 
@@ -207,22 +190,20 @@ def gpus(library: Library) -> list[Gpu]:
     limit = os.environ.get("SPARQ_GPU_LIMIT") or str(2**63)
     if not limit.isdecimal():
         raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}", "it is a number of bytes", 2)
-    ggml = declare(library.lib._lib)
-    res = []
-    for pointer in library.gpu_devices():
-        x, (free, _) = devices.device(ggml, pointer), devices.memory(ggml, pointer)
-        res.append(Gpu(x.name, min(free, int(limit)), pointer, x.integrated, x.kernels))
-    return [gpu for gpu in res if not gpu.integrated] or res
+    found, ggml = library.gpu_devices(), declare(library.lib._lib)
+    found = [gpu for gpu in found if not gpu.integrated] or found
+    asked = [devices.with_memory(ggml, gpu) for gpu in found]
+    return [replace(gpu, free=min(gpu.free, int(limit))) for gpu in asked]
 
 
-def free_on(gpus: Sequence[Gpu]) -> int:
+def free_on(gpus: Sequence[Device]) -> int:
     """The bytes for weights, K and V, beside what computing takes."""
     own = [gpu.free - MARGIN for gpu in gpus if not gpu.integrated]
     return sum(own) if own else MAIN_MEMORY
 
 
 def rates(
-    library: Library, gpus: Sequence[Gpu], spec: AttentionSpec | None, n_threads: int
+    library: Library, gpus: Sequence[Device], spec: AttentionSpec | None, n_threads: int
 ) -> Rates | None:
     """Those that decide where K and V lie; None if our kernels run there, or attention reads
     everything. The first GPU counts for all.
@@ -232,8 +213,7 @@ def rates(
     """
     if not (spec and spec.sparse) or all(gpu.kernels for gpu in gpus):
         return None
-    ggml = declare(library.lib._lib)
-    return bandwidth.beside_gpu(ggml, gpus[0].device, gpus[0].name, n_threads)
+    return bandwidth.beside_gpu(declare(library.lib._lib), gpus[0], n_threads)
 
 
 @cache

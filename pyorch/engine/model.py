@@ -36,7 +36,7 @@ class Model:
         self.on_cpu = place.n_gpu_layers == 0 or not (place.workers or library.has_gpu)
         n_there = 0 if self.on_cpu or place.workers else place.n_gpu_layers
         self.on_gpu = layers_on_gpu(self.geometry.n_layer, n_there)
-        self.n_away = place.n_away(not all(gpu.integrated for gpu in gpus(library)))
+        self.n_away = place.n_away(not all(gpu.integrated for gpu in library.gpu_devices()))
         self.vocab = self.lib.llama_model_get_vocab(handle)
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -71,16 +71,16 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     return built_here or came
 
 
-def gpus() -> tuple[Device, ...]:
+def gpus() -> list[Device]:
     """The GPUs of the library that is used here, or that would be built here."""
     from pyorch.native import build, cuda, devices
 
     folder = find()
     backends = build.backends(folder) if folder else ["cuda"] * bool(cuda.find_nvcc())
     if "cuda" not in backends:
-        return devices.of_library(folder) if folder and backends else ()
+        return devices.of_library(folder) if folder and backends else []
     listed = cuda.devices()[0] if cuda.is_preferred() else ()
-    return tuple(devices.Device("CUDA", x.name, x.memory, x.integrated, True) for x in listed)
+    return [devices.Device(x.name, x.memory, integrated=x.integrated) for x in listed]
 
 
 def has_gpu_memory() -> bool:

@@ -61,7 +61,7 @@ def working(options: Options) -> Options:
     is compiled to find out."""
     why = cuda.toolkit(probe.need_compiler())[1] if options.cuda else ""
     if options.vulkan:
-        why = cmake.vulkan_devices()[1]
+        why = cmake.why_not_vulkan()
     if why:
         say(f"building for the CPU only, without {options.backends[0]}: {why}")
         return replace(options, cuda="", vulkan=False)

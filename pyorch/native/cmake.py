@@ -105,16 +105,16 @@ def toolchain(options: Options) -> Toolchain:
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
         raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: SPARQ_CUDA=0")
-    if options.vulkan and (why := vulkan_devices()[1]):
+    if options.vulkan and (why := why_not_vulkan()):
         raise SparqError(f"Vulkan cannot be used: {why}", "for the CPU alone: SPARQ_VULKAN=0")
     if options.metal and platform.system() != "Darwin":
         raise SparqError("Metal is of macOS only", "without --metal", exit_code=2)
     return Toolchain(compiler, cpu, toolkit)
 
 
-def vulkan_devices() -> tuple[list[str], str]:
-    """As `vulkan.devices`, with the tools that are here."""
-    return vulkan.devices(tool("cmake"), tool("ninja"))
+def why_not_vulkan() -> str:
+    """As `vulkan.why_not`, with the tools that are here."""
+    return vulkan.why_not(tool("cmake"), tool("ninja"))
 
 
 def compile_tree(
@@ -188,6 +188,7 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
     copy = str(tree / "ops")
     original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
     lines: list[str] = []
+    most = 0  # steps; Vulkan's shaders have a ninja of their own, with fewer
     with log.open("a", encoding="utf-8") as file:
         file.write("$ " + " ".join(argv) + "\n")
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -198,8 +199,9 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
                     line = line.replace(copy, original)  # the file that the user can edit
                 file.write(line + "\n")
                 lines.append(line)
-                if match := re.match(r"\[(\d+)/(\d+)\] ", line):  # of ninja
-                    progress(int(match[1]), int(match[2]))
+                match = re.match(r"\[(\d+)/(\d+)\] ", line)  # of ninja
+                if match and (most := max(most, int(match[2]))) == int(match[2]):
+                    progress(int(match[1]), most)
             code = process.wait()
     if code != 0:
         raise _failure(argv, code, lines, log)

@@ -6,83 +6,73 @@ import ctypes
 import functools
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pyorch import children, system
-from pyorch.ggml import BY_NAME
 from pyorch.native import probe
 from pyorch.native.prototypes import declare
-from pyorch.native.tensor import InitParams
 
 _TYPES = (1, 2)  # ggml_backend_dev_type: a GPU with memory of its own, or that of the host
+_LACKING = ("Vulkan", "MTL", "ROCm", "MUSA")  # backends without our kernels
 
 
 @dataclass(frozen=True)
 class Device:
-    backend: str  # as ggml calls it, "CUDA"
+    """A GPU. Memory is in bytes; free: what nobody has, when it was asked; integrated: it is main
+    memory; backend: as ggml calls it; pointer: ggml's."""
+
     name: str
-    memory: int  # bytes
-    integrated: bool = False  # they are main memory
-    kernels: bool = False  # our attention runs there
+    memory: int
+    free: int = 0
+    integrated: bool = False
+    backend: str = "CUDA"
+    pointer: int = 0
+
+    @property
+    def kernels(self) -> bool:
+        """Whether our attention runs there."""
+        return self.backend not in _LACKING
 
 
-def pointers(ggml: Any) -> list[int]:
-    """ggml's pointers to the devices of a library whose functions are declared."""
-    devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
-    return [device for device in devices if ggml.ggml_backend_dev_type(device) in _TYPES]
+def listed(ggml: Any, but: Collection[str] = ()) -> list[Device]:
+    """Those of a library whose functions are declared, without their memory: to ask for that takes
+    some of it.
+
+    Args:
+        but: names to leave out, of workers, which ggml takes for GPUs.
+    """
+    found = []
+    for pointer in map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count())):
+        kind = ggml.ggml_backend_dev_type(pointer)
+        name = ggml.ggml_backend_dev_description(pointer).decode(errors="replace")
+        if kind in _TYPES and name not in but:
+            registered = ggml.ggml_backend_dev_backend_reg(pointer)
+            backend = ggml.ggml_backend_reg_name(registered).decode()
+            found.append(Device(name, 0, 0, kind == _TYPES[1], backend, pointer))
+    return found
 
 
-def device(ggml: Any, pointer: int) -> Device:
-    """What such a pointer stands for."""
-    free, total = memory(ggml, pointer)
-    registered = ggml.ggml_backend_dev_backend_reg(pointer)
-    return Device(
-        ggml.ggml_backend_reg_name(registered).decode(),
-        ggml.ggml_backend_dev_description(pointer).decode(errors="replace"),
-        total,
-        ggml.ggml_backend_dev_type(pointer) == _TYPES[1],
-        has_kernels(ggml, pointer),
-    )
-
-
-def memory(ggml: Any, pointer: int) -> tuple[int, int]:
-    """Its free bytes, and all of them."""
+def with_memory(ggml: Any, device: Device) -> Device:
+    """The same device with its memory."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    ggml.ggml_backend_dev_memory(pointer, ctypes.byref(free), ctypes.byref(total))
-    return free.value, total.value
-
-
-def has_kernels(ggml: Any, pointer: int) -> bool:
-    """Whether it runs VISIBLE, which all of our attention needs."""
-    if not hasattr(ggml, "ggml_sparse_attn_visible"):
-        return False
-    context = ggml.ggml_init(InitParams(1 << 16, None, True))
-    mask = ggml.ggml_new_tensor_4d(context, BY_NAME["f16"].number, 64, 1, 1, 1)
-    node = ggml.ggml_sparse_attn_visible(context, mask)
-    runs = bool(ggml.ggml_backend_dev_supports_op(pointer, node))
-    ggml.ggml_free(context)
-    return runs
+    ggml.ggml_backend_dev_memory(device.pointer, ctypes.byref(free), ctypes.byref(total))
+    return replace(device, free=free.value, memory=total.value)
 
 
 @functools.cache
-def of_library(folder: Path) -> tuple[Device, ...]:
+def of_library(folder: Path) -> list[Device]:
     """Those of a built library, asked by a process of its own: what it takes of a GPU would be
     missing to others, and a driver that is broken must not take ours with it."""
     done = probe.run(children.python("pyorch.native.devices", str(folder)))
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return tuple(Device(**json.loads(line)) for line in lines)
-
-
-def main() -> None:
-    """Print what `of_library` returns, a line of JSON each."""
-    library = ctypes.CDLL(str(Path(sys.argv[1]) / system.library("ggml")))
-    system.with_ggml(library)
-    ggml = declare(library)
-    for pointer in pointers(ggml):
-        print(json.dumps(asdict(device(ggml, pointer))))
+    rows = json.loads(done.stdout) if done.returncode == 0 else []
+    return [Device(**row) for row in rows]
 
 
 if __name__ == "__main__":
-    main()
+    library = ctypes.CDLL(str(Path(sys.argv[1]) / system.library("ggml")))
+    system.with_ggml(library)
+    ggml = declare(library)
+    print(json.dumps([asdict(with_memory(ggml, device)) for device in listed(ggml)]))

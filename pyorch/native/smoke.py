@@ -149,10 +149,10 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
 def _gpus(base: Any, folder: Path) -> Iterator[tuple[int, int, bool]]:
     """Likewise each GPU. Ends the process if there is none: ggml has said why."""
     ggml = declare(ctypes.CDLL(str(folder / system.library("ggml"))))
-    if not (found := devices.pointers(ggml)):
+    if not (found := devices.listed(ggml)):
         sys.exit(1)
     for device in found:
-        backend = base.ggml_backend_dev_init(device, None)
+        backend = base.ggml_backend_dev_init(device.pointer, None)
         yield backend, base.ggml_backend_get_default_buffer_type(backend), False
 
 

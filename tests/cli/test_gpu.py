@@ -19,7 +19,6 @@ from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
 from pyorch.cli.loading import session_options
 from pyorch.cli.options import ContextOptions, LoadOptions
-from pyorch.engine.library import Gpu
 from pyorch.engine.settings import SessionOptions, settings_for
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
@@ -124,7 +123,7 @@ def explained(run: Run, *more: object) -> dict[str, Any] | None:
 def test_explain_tells_what_fits(
     n_bytes: float, option: str | None, n_there: range, fits: bool, run: Run, monkeypatch
 ) -> None:
-    rtx = Gpu("RTX 0000", int(n_bytes) + MARGIN, 0)
+    rtx = Device("RTX 0000", 0, int(n_bytes) + MARGIN)
     monkeypatch.setattr(gpu, "asked", lambda *_: ([rtx], None))
     found = explained(run, *([option] if option else []))
     assert found and found["names"] == ["RTX 0000"] and found["free"] == n_bytes
@@ -143,7 +142,7 @@ def test_explain_tells_what_fits(
 def test_explain_where_a_gpu_lacks_our_kernels(
     rates: Rates, option: str | None, is_sparse: bool, run: Run, monkeypatch
 ) -> None:
-    radeon = Gpu("Radeon", 0, 0, integrated=True, kernels=False)
+    radeon = Device("Radeon", 0, integrated=True, backend="Vulkan")
     monkeypatch.setattr(gpu, "asked", lambda *_: ([radeon], rates))
     line = ("explain", "-m", "llama3-8b", "--ctx", N_POS, "-a", str(EIGHTH))
     facts = json.loads(run(*line, "--json", *([option] if option else [])).out)
@@ -169,9 +168,9 @@ def test_llama_server_is_told(
     free: int = 0
     rates: Rates | None = None
     monkeypatch.setattr(gpu, "apart", lambda function: function())
-    monkeypatch.setattr(gpu, "asked", lambda *_: ([Gpu("RTX", free, 0)], rates))
+    monkeypatch.setattr(gpu, "asked", lambda *_: ([Device("RTX", 0, free)], rates))
     assert serve._kv_in_memory(served) == {}  # a build for the CPU
-    monkeypatch.setattr(native, "gpus", lambda: (Device("CUDA", "RTX", 0),))
+    monkeypatch.setattr(native, "gpus", lambda: [Device("RTX", 0)])
     free = 2 * MARGIN
     assert serve._kv_in_memory(served) == {}
     free = MARGIN
@@ -207,8 +206,8 @@ def test_llama_server_is_told(
 def test_what_a_gpu_holds_takes_no_main_memory(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, load: dict[str, Any], integrated: bool, fits: bool
 ) -> None:
-    device = Device("CUDA", "one that is not there", 0, integrated)
-    monkeypatch.setattr(native, "gpus", lambda: (device,))
+    device = Device("one that is not there", 0, 0, integrated)
+    monkeypatch.setattr(native, "gpus", lambda: [device])
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     options = session_options(None, ContextOptions(ctx=1024), LoadOptions(**load))
     with nullcontext() if fits else pytest.raises(SparqError, match="--ctx|memory"):

@@ -359,7 +359,9 @@ def fitted(fake: Path, tmp_path_factory: pytest.TempPathFactory):
 
     def go(n_bytes: float, **options: Any) -> dict[str, Any]:
         text, size = json.dumps({**FITTED, **options}), str(int(GIB + n_bytes))
-        more = {"FAKE_DEVICES": "2", "FAKE_MEMORY": size, "FAKE_REFUSE": "1" * ("rates" in options)}
+        more = {"FAKE_DEVICES": "2", "FAKE_MEMORY": size}
+        if "rates" in options:
+            more |= {"FAKE_NAME": "Vulkan", "FAKE_REFUSE": "1"}
         return from_child(HERE / "fitted.py", model, fake, text, **more)
 
     return go

@@ -14,17 +14,27 @@ from pyorch.native import build, cmake, vulkan
 WITH_VULKAN = build.Options(vulkan=True)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    (fake := tmp_path / "cmake").write_text("#!/bin/sh\necho missing SPIRV-Headers_DIR >&2\n")
+@pytest.mark.parametrize(
+    ("glslc", "version", "why"),
+    [
+        ("/bin/glslc", "0309", ""),
+        ("Vulkan_GLSLC_EXECUTABLE-NOTFOUND", "0309", "missing: glslc"),
+        ("/bin/glslc", "0239", "1.3.239"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, glslc: str, version: str, why: str) -> None:
+    found = f"Vulkan_INCLUDE_DIR /i\nVulkan_LIBRARY /l\nSPIRV-Headers_DIR /s\nversion {version}"
+    text = f"#!/bin/sh\necho '{found}\nVulkan_GLSLC_EXECUTABLE {glslc}' >&2\n"
+    (fake := tmp_path / "cmake").write_text(text)
     fake.chmod(0o755)
-    assert vulkan.devices(str(fake), "ninja") == ([], "missing: spirv-headers")
+    assert why in (said := vulkan.why_not(str(fake), "ninja")) and bool(said) == bool(why)
 
 
 def test_build(world: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cmake, "vulkan_devices", lambda: ([], "no glslc"))
+    monkeypatch.setattr(cmake, "why_not_vulkan", lambda: "no glslc")
     with pytest.raises(SparqError, match="no glslc"):
         build.build(WITH_VULKAN)
-    monkeypatch.setattr(cmake, "vulkan_devices", lambda: ([], ""))
+    monkeypatch.setattr(cmake, "why_not_vulkan", lambda: "")
     plain = native.built()
     monkeypatch.setenv("FAKE_CMAKE", f'echo "$@" > {world}/cmake.args')
     folder = Path(run("build", "--vulkan").out.strip())
