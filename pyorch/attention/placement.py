@@ -33,6 +33,11 @@ class Rates:
     memory: float
     wait: float
 
+    def gain(self, layer: cost.LayerCost) -> bool:
+        """Whether a token takes less time with K and V of a layer in memory."""
+        in_memory = layer.bytes_read / self.memory + self.wait
+        return in_memory < layer.bytes_dense / self.gpu
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -97,17 +102,6 @@ class Cache:
         own = self.geo.own_layers
         return {il: later.kv_bytes([il]) + later.shadow_bytes([il]) for il in own}
 
-    def gaining(self, rates: Rates) -> set[int]:
-        """The layers in which a token at the end of the context takes less time with K and V in
-        memory, by the bytes that it reads."""
-        spec = self.spec or AttentionSpec()
-        costs = cost.layer_costs(self.geo, spec, self.n_ctx, *self.element_bytes)
-        return {
-            c.il
-            for c in costs
-            if c.bytes_read / rates.memory + rates.wait < c.bytes_dense / rates.gpu
-        }
-
     def in_memory(
         self, free: int, layers: Collection[int], rates: Rates | None = None
     ) -> tuple[int, ...]:
@@ -121,28 +115,25 @@ class Cache:
             free: bytes of the GPUs, beside the weights and `MARGIN` for each.
             rates: those of GPUs without our kernels, if attention is sparse.
         """
-        gaining = self.gaining(rates) if rates else set()
-        must = self._too_large(free, set(layers) - gaining)
-        return tuple(il for il in self.geo.own_layers if il in layers and il in gaining | must)
-
-    def _too_large(self, free: int, layers: Collection[int]) -> set[int]:
-        sizes = {il: n for il, n in self.layer_bytes().items() if il in layers}
+        here = {il: n for il, n in self.layer_bytes().items() if il in layers}
+        spec = self.spec or AttentionSpec()
+        listed = cost.layer_costs(self.geo, spec, self.n_ctx, *self.element_bytes)
+        costs = {c.il: c for c in listed}
+        gaining = [il for il in here if rates and rates.gain(costs[il])]
+        sizes = {il: n for il, n in here.items() if il not in gaining}
         free -= 2 * self.n_batch * self.n_ctx  # the mask
         if not sizes or sum(sizes.values()) <= free:
-            return set()
+            return tuple(gaining)
         # llama.cpp reads a prompt on the GPU, which gets K and V of a layer at a time for it
         free -= max(sizes.values())
-        spec = self.spec or AttentionSpec()
-        costs = cost.layer_costs(self.geo, spec, self.n_ctx, *self.element_bytes)
-        read = {c.il: c.bytes_read for c in costs}
         kept: list[int] = []
-        order = sorted(sizes, key=lambda il: (-read[il] / sizes[il], sizes[il], il))
+        order = sorted(sizes, key=lambda il: (-costs[il].bytes_read / sizes[il], sizes[il], il))
         for size, group in groupby(order, lambda il: sizes[il]):
             same = list(group)
             n = min(len(same), max(free, 0) // size)
             kept += [same[i * len(same) // n] for i in range(n)]
             free -= n * size
-        return sizes.keys() - kept
+        return tuple(il for il in here if il not in kept)
 
 
 def layers_on_gpu(n_layer: int, n_gpu_layers: int | None) -> range:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import time
+import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,6 @@ BUFFER_BYTES = 256 << 20  # per thread; far above any cache
 LEAST_BYTES = 32 << 20  # per thread, the least if memory is short
 SHARE = 4  # all buffers together take at most 1/SHARE of the free memory
 COPY_BYTES = 64 << 20  # of a GPU's memory, read and written
-ROW_BYTES = 16384  # what crosses for a token in a layer, about
 _PASSES = 9
 _START_S = 10.0
 
@@ -105,32 +106,22 @@ def beside_gpu(ggml: Any, gpu: Device, n_threads: int) -> Rates:
 
 
 def _gpu(ggml: Any, device: int) -> list[float]:
-    """Bytes per second of a copy, and seconds of what crosses for a token in a layer."""
+    """Bytes per second of a copy, and the seconds of what crosses for a token in a layer: q, k, v
+    and the result, for each of which one side waits."""
     backend = ggml.ggml_backend_dev_init(device, None)
-    fastest = []
-    for n_rows, crosses in ((COPY_BYTES // ROW_BYTES, False), (1, True)):
-        context = ggml.ggml_init(InitParams(1 << 20, None, True))
-        x, y = (
-            ggml.ggml_new_tensor_4d(context, BY_NAME["f32"].number, ROW_BYTES // 4, n_rows, 1, 1)
-            for _ in range(2)
-        )
-        copy, graph = ggml.ggml_cpy(context, x, y), ggml.ggml_new_graph(context)
-        ggml.ggml_build_forward_expand(graph, copy)
-        buffer = ggml.ggml_backend_alloc_ctx_tensors(context, backend)
-        row, times = np.zeros(ROW_BYTES, np.uint8), []
-        for _ in range(_PASSES):
-            started = time.perf_counter()
-            if crosses:  # the result of attention; then q, k and v
-                ggml.ggml_backend_tensor_set(x, row.ctypes.data, 0, ROW_BYTES)
-            ggml.ggml_backend_graph_compute(backend, graph)
-            for _ in range(3 * crosses):
-                ggml.ggml_backend_tensor_get(y, row.ctypes.data, 0, ROW_BYTES)
-            times.append(time.perf_counter() - started)
-        fastest.append(min(times))
-        ggml.ggml_backend_buffer_free(buffer)
-        ggml.ggml_free(context)
+    context = ggml.ggml_init(InitParams(1 << 20, None, True))
+    shape = BY_NAME["f32"].number, 1024, COPY_BYTES // 4096, 1, 1
+    x, y = (ggml.ggml_new_tensor_4d(context, *shape) for _ in range(2))
+    graph = ggml.ggml_new_graph(context)
+    ggml.ggml_build_forward_expand(graph, ggml.ggml_cpy(context, x, y))
+    buffer, row = ggml.ggml_backend_alloc_ctx_tensors(context, backend), np.zeros(4096, np.float32)
+    copy = partial(ggml.ggml_backend_graph_compute, backend, graph)
+    cross = partial(ggml.ggml_backend_tensor_get, x, row.ctypes.data, 0, row.nbytes)
+    copied, crossed = (min(timeit.repeat(do, number=1, repeat=_PASSES)) for do in (copy, cross))
+    ggml.ggml_backend_buffer_free(buffer)
+    ggml.ggml_free(context)
     ggml.ggml_backend_free(backend)
-    return [2 * COPY_BYTES / fastest[0], fastest[1]]
+    return [2 * COPY_BYTES / copied, 4 * crossed]
 
 
 def _once(name: str, measure: Callable[[], list[float]]) -> list[float]:
