@@ -47,10 +47,9 @@ def asked(spec: AttentionSpec | None, n_threads: int) -> tuple[Sequence[Device],
         SparqError: the rates cannot be measured.
     """
     from pyorch import native
-    from pyorch.engine.library import gpus, library, rates
+    from pyorch.engine.library import gpus, library
 
-    found = gpus(library()) if native.find() else ()
-    return found, rates(library(), found, spec, n_threads) if found else None
+    return gpus(library(), spec, n_threads) if native.find() else ([], None)
 
 
 def apart(function: Callable[[], T]) -> T:

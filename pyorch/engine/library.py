@@ -180,40 +180,32 @@ class Library:
                 call.warnings.append(line.strip())
 
 
-def gpus(library: Library) -> list[Device]:
+def gpus(
+    library: Library, spec: AttentionSpec | None, n_threads: int
+) -> tuple[list[Device], Rates | None]:
     """Those that llama.cpp puts layers on: the ones with memory of their own, if there are any.
-    `SPARQ_GPU_LIMIT` (bytes) is free at most on each.
+    `SPARQ_GPU_LIMIT` (bytes) is free at most on each. The rates decide where K and V lie, those of
+    the first GPU for all; None if our kernels run there, or attention reads everything.
 
     Raises:
-        SparqError: the variable is no number.
+        SparqError: the variable is no number, or so many threads cannot be measured.
     """
     limit = os.environ.get("SPARQ_GPU_LIMIT") or str(2**63)
     if not limit.isdecimal():
         raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}", "it is a number of bytes", 2)
     found, ggml = library.gpu_devices(), declare(library.lib._lib)
     found = [gpu for gpu in found if not gpu.integrated] or found
-    asked = [devices.with_memory(ggml, gpu) for gpu in found]
-    return [replace(gpu, free=min(gpu.free, int(limit))) for gpu in asked]
+    found = [devices.with_memory(ggml, gpu) for gpu in found]
+    found = [replace(gpu, free=min(gpu.free, int(limit))) for gpu in found]
+    if not (spec and spec.sparse) or all(gpu.kernels for gpu in found):
+        return found, None
+    return found, bandwidth.beside_gpu(ggml, found[0], n_threads)
 
 
 def free_on(gpus: Sequence[Device]) -> int:
     """The bytes for weights, K and V, beside what computing takes."""
     own = [gpu.free - MARGIN for gpu in gpus if not gpu.integrated]
     return sum(own) if own else MAIN_MEMORY
-
-
-def rates(
-    library: Library, gpus: Sequence[Device], spec: AttentionSpec | None, n_threads: int
-) -> Rates | None:
-    """Those that decide where K and V lie; None if our kernels run there, or attention reads
-    everything. The first GPU counts for all.
-
-    Raises:
-        SparqError: the memory cannot be read with so many threads.
-    """
-    if not (spec and spec.sparse) or all(gpu.kernels for gpu in gpus):
-        return None
-    return bandwidth.beside_gpu(declare(library.lib._lib), gpus[0], n_threads)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pyorch.attention.placement import Rates, layers_on_gpu
 from pyorch.engine import c_functions
-from pyorch.engine.library import Library, free_on, gpus, rates
+from pyorch.engine.library import Library, free_on, gpus
 from pyorch.engine.settings import Placement, SessionOptions, Settings, settings_for, share_here
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
@@ -149,12 +149,10 @@ class Session:
             raise
 
     def _kv_in_memory(self) -> tuple[int, ...]:
-        if self.model.place.kv_offload is not None or not c_functions.is_ours(self.lib):
+        insists, settings = self.model.place.kv_offload is not None, self.settings
+        if insists or not (c_functions.is_ours(self.lib) and self.model.on_gpu):
             return ()
-        devices, settings = gpus(self.library) if self.model.on_gpu else [], self.settings
-        if not devices:
-            return ()
-        self.rates = rates(self.library, devices, settings.spec, settings.n_threads)
+        devices, self.rates = gpus(self.library, settings.spec, settings.n_threads)
         layers = settings.in_memory(free_on(devices), self.model.on_gpu, self.rates)
         if self.model.n_away != 0:  # not counted yet
             sizes = settings.layer_bytes()

@@ -22,7 +22,6 @@ from pyorch import engine
 from pyorch.attention.placement import Rates
 from pyorch.cli.gpu import note_in_memory
 from pyorch.engine import bandwidth, document_file
-from pyorch.engine.library import gpus
 from pyorch.native.slots import STEPS
 
 
@@ -46,7 +45,7 @@ def main() -> None:
         pieces = engine.generate(s, prompt, max_tokens=20, ignore_eog=True)
         tokens = [p.token for p in pieces]
         result = {"in_memory": s.kv_in_memory, "tokens": tokens, "said": said.getvalue()}
-    n_devices = len(gpus(found))
+    n_devices = len(found.gpu_devices())
     result["attend"] = [count(i, STEPS.index("ATTEND")) for i in range(n_devices)]
     result["mapped"] = mapped
     print(json.dumps(result))

@@ -49,11 +49,13 @@ def reply(tmp_path_factory: pytest.TempPathFactory):
     return go
 
 
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("spec", [SPARSE, "topk,k=16,min_ctx=0", "dense"])
-def test_kv_in_memory(spec: str, reply) -> None:
+def test_kv_in_memory(spec: str, kind: str, reply) -> None:
     """Weights on the device, attention here: the text and the counters are those of the CPU."""
-    here = reply(attention=spec, n_gpu_layers=0)
-    assert reply(attention=spec, kv_offload=False) == here and (here[1] > 0) == (spec != "dense")
+    options = {"attention": spec, "type_k": kind, "type_v": kind}
+    here = reply(n_gpu_layers=0, **options)
+    assert reply(kv_offload=False, **options) == here and (here[1] > 0) == (spec != "dense")
 
 
 def test_kv_on_the_device_is_dense(reply) -> None:
@@ -61,8 +63,3 @@ def test_kv_on_the_device_is_dense(reply) -> None:
     assert there[1:] == (0, []) and there[0] == reply(attention="off")[0]
     _, n_sparse, in_memory = reply(attention=SPARSE)
     assert (n_sparse > 0) == bool(in_memory)
-
-
-def test_quantised_kv_in_memory(reply) -> None:
-    types = {"type_k": "q8_0", "type_v": "q8_0", "attention": SPARSE}
-    assert reply(kv_offload=False, **types) == reply(n_gpu_layers=0, **types)
