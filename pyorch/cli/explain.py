@@ -66,8 +66,8 @@ def command(
     tells what each of them holds and reads.
     """
     from pyorch import engine
+    from pyorch.engine import bandwidth
     from pyorch.engine.settings import batch_size
-    from pyorch.measure import bandwidth
     from pyorch.models.content import card_of
 
     if not elsewhere.workers and given_on_command_line(["n_gpu_layers", "tensor_split"]):
@@ -97,10 +97,16 @@ def command(
     threads, free = context.threads or engine.usable_cores(), available_memory()
     shares = machine_shares(elsewhere, elsewhere.n_gpu_layers, file, p) if file else []
     room = None
-    if not shares and (gpus := gpu.gpus_here()):
+    gpus, rates = ((), None) if shares else gpu.asked(spec, threads)
+    if gpus:
         held = layer_weights(file, geo.n_layer, used=False) if file else [geo.weight_bytes]
-        whole = replace(p, n_batch=batch_size(n_pos))
-        room = gpu.room(gpus, whole, sum(held), elsewhere.kv_offload)
+
+        def on_gpu(x: Prediction) -> gpu.Room:
+            whole = replace(x, n_batch=batch_size(x.n_ctx))
+            return gpu.room(gpus, rates, whole, sum(held), elsewhere.kv_offload)
+
+        room = on_gpu(p)
+        p, *rows = (replace(x, exact=frozenset(on_gpu(x).exact)) for x in (p, *rows))
     elif not shares and elsewhere.kv_offload is not None:
         note("note: no GPU is here, so K and V lie in memory", "yellow")
     rate = bandwidth.measured(threads)

@@ -111,7 +111,8 @@ def prepare(
     settings = settings_for(file, options)
     native.built(tools=tools)
     if load is not None and options.attention is None:
-        on_gpu = options.n_away != 0 and not load.rpc.workers
+        in_memory = load.kv_offload is False or load.n_gpu_layers == 0
+        on_gpu = bool(native.gpus()) and not (in_memory or load.rpc.workers)
         settings = _with_default(default_spec(name, file.path), file, settings, options, on_gpu)
     return file, settings
 

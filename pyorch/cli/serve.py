@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -259,7 +260,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         what = f"{of - n} of {of} layers are exact at {settings.n_ctx} positions"
         note(f"note: {what}: {why}", "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / system.program(PROGRAM)
-    in_memory = _kv_in_memory(served, program.parent)
+    in_memory = _kv_in_memory(served)
     adapted = any(name.startswith("--lora") for name in served_documents.names(more))
     env = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_FOREIGN)}
     env |= native.waiting() | in_memory | {"SPARQ_NO_CONFIG": "1"}
@@ -299,24 +300,28 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         note(f"prompts that began with a document: {account.opened}", "dim")
 
 
-def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
+def _kv_in_memory(served: Served) -> dict[str, str]:
     """The variable that tells llama-server of which layers K and V stay in memory, if any do not
-    fit on the GPU beside the weights. folder: of the library."""
+    fit on the GPU beside the weights, or gain by it."""
+    from pyorch.engine.library import free_on
+
     load, geo = served.load, geometry(served.file)
     if load.kv_offload is not None or load.rpc.workers or load.n_gpu_layers == 0:
         return {}
-    if not any(folder.glob("libggml-cuda*")):
-        return {}
-    if (room := gpu.apart(gpu.free)) is None:
+    if not native.gpus():
         return {}
     cache, layers = served.settings, layers_on_gpu(geo.n_layer, load.n_gpu_layers)
+    gpus, rates = gpu.apart(partial(gpu.asked, cache.spec, cache.n_threads))
     weights = layer_weights(served.file, geo.n_layer, used=False)
-    free = room - sum(weights[il] for il in (*layers, geo.n_layer))
-    if not (in_memory := cache.in_memory(free, layers)):
+    free = free_on(gpus) - sum(weights[il] for il in (*layers, geo.n_layer))
+    in_memory = cache.in_memory(free, layers, rates)
+    if in_memory or rates:
+        note(gpu.in_memory_text(cache, in_memory, rates), "yellow")
+    if not in_memory:
         return {}
-    sizes = cache.layer_bytes()
-    check_more(served.file.path, "cache beside the GPU's", sum(sizes[il] for il in in_memory))
-    note(gpu.in_memory_text(cache, in_memory), "yellow")
+    if native.has_gpu_memory():
+        sizes = cache.layer_bytes()
+        check_more(served.file.path, "cache beside the GPU's", sum(sizes[il] for il in in_memory))
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
 
 
@@ -356,6 +361,7 @@ def _arguments(served: Served, folder: Path, adapted: bool) -> list[str]:
         "--rope-freq-base": rope.freq_base,
         "--numa": load.numa,
         "--n-gpu-layers": load.n_gpu_layers,
+        "--device": "none" if load.n_gpu_layers == 0 else None,  # or prompts would go there
         "--rpc": ",".join(load.rpc.workers) or None,
         "--tensor-split": ",".join(map(str, load.rpc.tensor_split)) or None,
     }
