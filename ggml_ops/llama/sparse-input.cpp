@@ -171,7 +171,7 @@ bool llm_graph_input_sparse::is_exact(const setting & x, int32_t il, uint32_t n_
 }
 
 int32_t llm_graph_input_sparse::rank_for(const setting & x, int32_t il) const {
-    return x.spec.rank_for(il, access::hparams(kv()).n_embd_head_k(il), llama_sparse_row_bytes(kv(), il));
+    return x.spec.rank_for(il, access::hparams(kv()).n_embd_head_k(il), llama_sparse_f16_bytes(kv(), il));
 }
 
 const llm_graph_input_sparse::setting & llm_graph_input_sparse::setting_of(llama_seq_id seq) const {
@@ -404,7 +404,8 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
             const bool    exact  = reads_exactly || is_exact(x, il, n_pos);
             const int64_t n_read = exact ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
             const double  row    = llama_sparse_row_bytes(kv(), il);
-            const double  score  = x.spec.has_shadow() ? x.score_shares[il]*row : ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));
+            const double  score  = x.spec.has_shadow() ? x.score_shares[il]*llama_sparse_f16_bytes(kv(), il) :
+                                        ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));
             (exact ? sum.n_dense : sum.n_sparse)++;
             sum.n_visible   += n_pos*n_head;
             sum.n_read      += n_read*n_head;

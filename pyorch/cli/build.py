@@ -26,6 +26,7 @@ from pyorch.progress import say
 )
 @click.option("--vulkan", is_flag=True, help="Build with Vulkan, for other GPUs.")
 @click.option("--metal", is_flag=True, help="Build with Metal, for macOS; never tried.")
+@click.option("--ui", is_flag=True, help="Make the web page of serve, too; needs Node.js.")
 @click.option(
     "--jobs", type=click.IntRange(1), help="Compilers that run at once.  [default: one per core]"
 )
@@ -38,6 +39,7 @@ def command(
     cuda: str | None,
     vulkan: bool,
     metal: bool,
+    ui: bool,
     jobs: int | None,
     force: bool,
     env: bool,
@@ -49,7 +51,7 @@ def command(
     all commands use that, and build it again when the source changes, unless SPARQ_VULKAN or
     SPARQ_METAL is 0.
     """
-    from pyorch.native import build
+    from pyorch.native import build, page
     from pyorch.native import cuda as toolkit
 
     archs = "" if cuda is None else toolkit.archs(cuda)
@@ -70,6 +72,8 @@ def command(
         if options.vulkan:
             say("with Vulkan, whose shaders alone take minutes")
         folder = build.build(options, names, jobs, force)
+    if ui:
+        page.build()
     if env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')

@@ -9,20 +9,15 @@ from itertools import groupby
 import click
 
 from pyorch.attention.saved import resolve
-from pyorch.attention.spec import (
-    CALIBRATED,
-    DEFAULT_RATIO,
-    AttentionSpec,
-    check_against_model,
-    ratio_text,
-)
+from pyorch.attention.spec import CALIBRATED, check_against_model
 from pyorch.cli import gpu
 from pyorch.cli import options as opt
 from pyorch.cli.groups import given_on_command_line, takes
-from pyorch.cli.loading import model_path
+from pyorch.cli.loading import default_spec, model_path
 from pyorch.cli.prediction import Prediction, kinds_text, machine_shares, show_shares
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
+from pyorch.ggml import CACHE_TYPES
 from pyorch.models.geometry import Geometry, geometry, layer_weights
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory
@@ -46,26 +41,20 @@ class Machines(opt.RpcOptions):
     kv_offload: bool | None = opt.kv_option()
 
 
-@dataclass(frozen=True)
-class Attention(opt.AttentionOptions):
-    """The settings of attention, which are sparse by default."""
-
-    ratio: float | None = opt.ratio_option(ratio_text(DEFAULT_RATIO))
-
-
 @click.command()
+@opt.model_argument
 @opt.model_options
+@opt.attention_options
 @takes(context=WholeContext)
-@takes(elsewhere=Machines)
 @opt.cache_options
-@takes(attention=Attention)
 @opt.json_option
+@takes(elsewhere=Machines)
 def command(
     model: opt.ModelOptions,
     context: WholeContext,
     elsewhere: Machines,
     cache: opt.CacheOptions,
-    attention: Attention,
+    attention: opt.AttentionOptions,
     as_json: bool,
 ) -> None:
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
@@ -85,12 +74,15 @@ def command(
         what = "--n-gpu-layers and --tensor-split say what workers hold, and there are none"
         hint = "--rpc HOST:PORT names them"
         raise SparqError(what, hint, exit_code=2)
-    spec = attention.spec() or AttentionSpec("sparq")
-    needs_file = spec.budget in CALIBRATED or elsewhere.workers
+    spec = attention.spec()
+    needs_file = elsewhere.workers or (spec and spec.budget in CALIBRATED)
     file, geo = None, None if needs_file else _from_card(model.model)
-    if geo is None:
+    if geo is not None:
+        spec = spec or default_spec(model.model, None)
+    else:
         path = model_path(model.model, model.yes)
-        spec, geo = resolve(spec, path), geometry(file := read_gguf(path))
+        spec = resolve(spec or default_spec(model.model, path), path)
+        geo = geometry(file := read_gguf(path))
         if card := card_of(path):  # the file may call itself otherwise
             geo = replace(geo, name=card.title)
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
@@ -183,6 +175,11 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
     print(f"  weights, bytes per token    {weights}")
     cache, shadow = human_bytes(p.kv_bytes()), human_bytes(p.shadow_bytes())
     print(f"  memory                      cache {cache}, transposed K {shadow}")
+    q8 = replace(p, types=(CACHE_TYPES["q8_0"],) * 2)
+    whole = geo.head_dim_k % 32 == geo.head_dim_v % 32 == 0
+    if whole and q8.read < p.read and not all(c.split.dense for c in p.layers):
+        less = f"{human_bytes(q8.read)}, cache {human_bytes(q8.kv_bytes())}"
+        print(f"  the same with q8_0          {less}: -ctk q8_0 -ctv q8_0")
     many = f"{threads} thread{'s' * (threads > 1)}"
     print(f"  memory bandwidth            {rate / 1e9:.1f} GB/s, as measured with {many}")
     limits = f"attention {p.dense / p.read:.2f}x, whole token {p.speedup:.2f}x"

@@ -39,6 +39,7 @@ from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry, layer_weights
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_more
+from pyorch.native import page
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class ServerOptions:
     port: int = option(
         "--port",
         type=click.IntRange(0, 65535),
-        default=8000,
+        default=8080,
         help="Port to listen on; 0 takes any free one.",
     )
     parallel: int = option(
@@ -123,13 +124,13 @@ class ServerOptions:
 
 @click.command()
 @opt.model_options
+@opt.attention_options
+@opt.context_options
 @takes(server=ServerOptions)
 @opt.document_option
-@opt.context_options
-@opt.load_options
-@opt.attention_options
 @opt.verbose_option
-@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
+@opt.load_options
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [-- OPTIONS]")
 def command(
     model: opt.ModelOptions,
     server: ServerOptions,
@@ -147,6 +148,7 @@ def command(
     """
     from pyorch.engine import document_file
 
+    more = more[1:] if more and not more[0].startswith("-") else more  # the model
     _check_more(more)
     keys = _keys(server.api_key_file) if server.api_key_file is not None else []
     options = session_options(attention.spec(), context, load, server.parallel)
@@ -159,7 +161,7 @@ def command(
                 hint = "--api-key-file FILE requires one; --insecure does without"
                 raise SparqError(what, hint, exit_code=2)
             note("note: whoever reaches this address can use it", "yellow")
-        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents)
+        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents, load)
     # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
     name = file.path.name if Path(model.model).exists() else model.model
     alias = printable(name).replace(",", "_")
@@ -170,7 +172,7 @@ def _check_more(more: Sequence[str]) -> None:
     """Refuse what is no option, and options of llama-server that we set. A value, which may be a
     key, is not in the message."""
     if more and not more[0].startswith("-"):
-        hint = f"options of {PROGRAM} stand after --: sparq-cpp serve -m M -- --metrics"
+        hint = f"options of {PROGRAM} stand after --: sparq-cpp serve MODEL -- --metrics"
         raise SparqError(f"serve takes no argument {more[0]!r}", hint, exit_code=2)
     for name in sorted(served_documents.names(more)):
         ours = _OURS_OF.get(name) or ("-m SPEC" if _ONE_OF_A_MODEL.fullmatch(name) else "")
@@ -283,7 +285,9 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     with ExitStack() as stack:
         files = TemporaryDirectory(prefix="sparq-serve-")  # which it reads when it begins
         folder = Path(stack.enter_context(files))
-        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *more]
+        ui = page.find()
+        shown = ["--path", str(ui)] if ui else []
+        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *shown, *more]
         options, variables = served_documents.passed_on(file, served.documents, more, folder)
         child = Child([*argv, *options], env | variables, account.read, shows_log())
         stack.enter_context(child)
@@ -299,7 +303,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             )
             if n_read:
                 note(f"documents: {n_read} tokens were read before")
-            note(f"http://{url}:{served.port}/v1 is ready; Ctrl-C ends it")
+            also = ", the page is at /" if ui else ""
+            note(f"http://{url}:{served.port}/v1 is ready{also}; Ctrl-C ends it")
             child.wait_end()
     if child.killed:
         note(f"note: {PROGRAM} was killed: {child.killed}", "yellow")
