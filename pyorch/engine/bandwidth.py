@@ -117,7 +117,7 @@ def _gpu(ggml: Any, device: int) -> list[float]:
     buffer, row = ggml.ggml_backend_alloc_ctx_tensors(context, backend), np.zeros(4096, np.float32)
     copy = partial(ggml.ggml_backend_graph_compute, backend, graph)
     cross = partial(ggml.ggml_backend_tensor_get, x, row.ctypes.data, 0, row.nbytes)
-    copied, crossed = (min(timeit.repeat(do, number=1, repeat=_PASSES)) for do in (copy, cross))
+    copied, crossed = (min(timeit.repeat(do, number=1, repeat=3)) for do in (copy, cross))
     ggml.ggml_backend_buffer_free(buffer)
     ggml.ggml_free(context)
     ggml.ggml_backend_free(backend)
