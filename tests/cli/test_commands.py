@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
@@ -123,6 +122,7 @@ WRONG_USE = {  # arguments -> what the error or its hint names
     "generate MODEL -p x -a sparq,rank=33,topk=64": "rank 33",
     "generate MODEL -p x --ctx 5000": "context 5000",
     "generate MODEL -p x --threads 513": "--threads",
+    "generate MODEL -f -": "the prompt is empty",
     "generate MODEL -p x --contxt 5": "mean --ctx",
     "chat --n-predikt 5": "mean --n-predict",
     "serve --no-kv-ofload": "mean --no-kv-offload",
@@ -217,10 +217,7 @@ def test_nowhere_to_write(tiny: Path, args: str) -> None:
 def test_closed_streams(tiny: Path) -> None:
     argv = [sys.executable, "-m", "pyorch", "generate", "-m", str(tiny), "-t", "1"]
     line = shlex.join(argv)
-    shell = partial(subprocess.run, shell=True, capture_output=True, text=True)
-    assert shell(f"{line} -p x -n 2 >&- 2>&-").returncode == 0
-    empty = shell(f"{line} -f - < /dev/null")
-    assert empty.returncode == 2 and "the prompt is empty" in empty.stderr
+    assert subprocess.run(f"{line} -p x -n 2 >&- 2>&-", shell=True).returncode == 0
 
 
 # ---- explain ----

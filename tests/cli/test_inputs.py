@@ -52,11 +52,9 @@ def test_one_text_by_every_way_in(
     (tmp_path / "in").mkdir()
     (file := tmp_path / "in/text.txt").write_bytes(raw)
     found: object = None
-    if way in ("-f FILE", "-f -"):
-        name = file if way == "-f FILE" else "-"
-        found = given_to_generate(run, monkeypatch, "-m", tiny, "-f", name, stdin=raw)
-    elif way == "-p":
-        found = given_to_generate(run, monkeypatch, "-m", tiny, "-p", os.fsdecode(raw))
+    asks = {"-f FILE": ("-f", file), "-f -": ("-f", "-"), "-p": ("-p", os.fsdecode(raw))}
+    if way in asks:
+        found = given_to_generate(run, monkeypatch, "-m", tiny, *asks[way], stdin=raw)
     elif way.startswith("read"):
         name = {"FILE": file, "-": "-", "DIR": file.parent}[way.partition(" ")[2]]
         done = run("read", name, "-m", tiny_chat, "-o", out, stdin=raw)

@@ -91,9 +91,8 @@ def test_read_has_the_context_of_a_chat(
 def test_several_documents(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"of {name} {TEXT}")
-        assert (
-            run("read", tmp_path / f"{name}.txt", "-m", tiny_chat, "--system", "be brief").code == 0
-        )
+        ask = ("read", tmp_path / f"{name}.txt", "-m", tiny_chat, "-sys", "be brief")
+        assert run(*ask).code == 0
     both = ("chat", "-m", tiny_chat, "-n", 4, "--document", "one", "--document", "two")
     script = f"who?\n/document\n/document two\nwho?\n/save {tmp_path}/talk.json\n"
     done = run(*both, stdin=script)

@@ -316,14 +316,10 @@ def test_variables_of_a_template(run: Run, tmp_path: Path) -> None:
         plain = ChatTemplate(model).render([USER])
         variables = {"enable_thinking": False, "x": 3}
         assert ChatTemplate(model, variables=variables).render([USER]) == plain + "<no>3"
+    off = ("--chat-template-kwargs", '{"enable_thinking": false}')
     n = [
         prefilled(run("chat", "-m", path, "-n", 1, "--json", *more, stdin="who?\n").out)[0]
-        for more in (
-            (),
-            ("--reasoning", "off"),
-            ("--chat-template-kwargs", '{"enable_thinking": false}'),
-            ("--reasoning", "on"),
-        )
+        for more in ((), ("--reasoning", "off"), off, ("--reasoning", "on"))
     ]
     assert n[1] == n[2] == n[0] + len("<no>") and n[3] == n[0]
     done = run("chat", "-m", path, "--chat-template-kwargs", '{"y": 1}', stdin="")
