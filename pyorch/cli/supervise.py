@@ -39,7 +39,7 @@ if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
 _LINE = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?(.*)")  # 0.00.009.528 E text
-_PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh):\d+: ")  # in the source
+_PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh|m):\d+: ")  # in the source
 # of these, a place in the source begins what ggml_abort() says, whatever that is
 _FATAL = re.compile(rf"GGML_ASSERT|what\(\):|^error[: ]|CUDA error|RPC server|{_PLACE.pattern}")
 
