@@ -41,9 +41,11 @@ def test_a_message_is_answered_with_sparse_attention(
     line = ("-m", tiny_chat, "-t", 1, "-np", 1, "-c", 4096, "--metrics", "--path", page.find())
     spec = "sparq,rank=8,topk=40,min_ctx=0"
     with serving(server_dir, tmp_path / "log", *line, "--sparse-attn", spec) as url:
+        browser.implicitly_wait(60)
         browser.get(url)
         wait = selenium.support.ui.WebDriverWait(browser, 60)
-        box = wait.until(lambda _: next(iter(shown(browser)), None))
+        box = browser.find_element("tag name", "textarea")
+        wait.until(lambda _: box.is_displayed())
         box.send_keys("It was a dark night. " * 5 + "\n")
         wait.until(lambda _: "t/s" in browser.find_element("tag name", "body").text)
         calls = re.search(
@@ -53,7 +55,3 @@ def test_a_message_is_answered_with_sparse_attention(
     events = (json.loads(x["message"])["message"] for x in browser.get_log("performance"))
     asked = [e["params"]["request"]["url"] for e in events if e["method"] == REQUEST]
     assert asked and all(x.startswith((url, "data:", "blob:")) for x in asked)
-
-
-def shown(browser: Any) -> list[Any]:
-    return [x for x in browser.find_elements("tag name", "textarea") if x.is_displayed()]
