@@ -22,9 +22,10 @@ pytestmark = [
 ]
 SPARSE, TOPK = "sparq,rank=8,topk=16,min_ctx=0", "topk,k=16,min_ctx=0"
 REPLY = """
-import json, sys
+import json, logging, sys
 from pyorch import engine
 
+logging.basicConfig(level="INFO")
 options = json.loads(sys.argv[2])
 with engine.load(sys.argv[1], n_threads=1, n_batch=1, n_ctx=512, **options) as s:
     pieces = engine.generate(s, list(range(3, 103)), max_tokens=20, ignore_eog=True)
@@ -43,6 +44,7 @@ def reply(tmp_path_factory: pytest.TempPathFactory):
         argv = [sys.executable, "-c", REPLY, str(model), json.dumps(options)]
         done = children.run(argv, env=env)
         assert done.returncode == 0, done.stderr
+        assert ("Vulkan0" in done.stderr) == (options.get("n_gpu_layers") != 0)
         tokens, n_sparse, in_memory = json.loads(done.stdout)
         return tokens, n_sparse, in_memory
 
