@@ -180,4 +180,4 @@ def test_show_knows_a_file_by_its_content(
     )
     shown = run("models", "show", tiny)[1]
     assert shown.startswith("Llama 2 7B\n") and known.sha256[:12] in shown
-    assert f"--model {tiny} --ratio 1/4" in shown
+    assert "sparq,ratio=1/4" in shown
