@@ -134,7 +134,7 @@ def test_tokens_of_one_sequence(case: Case, exact: bool, ggml: Ggml) -> None:
             q=data.q[:, i : i + 1],
             k=k,
             v=v,
-            sealed=data.sealed[:, : -(-n_kv // 64)],
+            sealed=data.sealed[:, : -(-n_kv // cases.GROUP)],
             mask=mask[:, :, i : i + 1, :n_kv],
             kl=data.kl[:, :, i : i + 1],
             forced=np.where(data.forced < n_kv, data.forced, -1)[:, :, i : i + 1],
