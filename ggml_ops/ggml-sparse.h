@@ -175,17 +175,9 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_attend(
         struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_attend_params params);
 
 // PREFILL
-//   sources as for ATTEND; what ATTEND gives for each token without a selection, but for rounding and for what `keep` leaves out. Made for tokens that
-//   see the same positions: K and V are read once for many of them
-//   acc f32, by tiles of positions: the bits of a token's result do not depend on the number of threads, and without keep not on the other tokens
-//
-//   keep: from 64 tokens on, up to 512 tokens of a query head choose together (a choice) among the positions of those blocks of 64, counted from
-//     the first cell, that all of them see without a bias. Other positions are read in any case, and so is the first block. Three probes for each
-//     64 tokens (a pool) are softmaxed over the positions that they see: the mean of the queries, which sees what the first token does, and the
-//     queries of the tokens floor(n/4) and floor(3n/4) of the n. Positions are read in the order of the sum of the means' shares, largest first,
-//     until the samples find `keep` of their mass there and on the fixed ones; what ties with the last is read too. Let u be the share that the
-//     samples leave out: the mean of V over what is left out then has u/(1 - u) times the mass that a token found. If K is not finite somewhere,
-//     all is read
+//   sources as for ATTEND; what ATTEND gives for each token without a selection, but for rounding. Made for tokens that see the same positions: K and V
+//   are read once for many of them
+//   acc f32, by tiles of positions: the bits of a token's result do not depend on the number of threads, nor on the other tokens
 GGML_API struct ggml_tensor * ggml_sparse_attn_prefill(
         struct ggml_context * ctx, const struct ggml_sparse_src * src, struct ggml_sparse_prefill_params params);
 

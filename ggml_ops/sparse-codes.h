@@ -13,7 +13,7 @@
 //     llama/     the comments of llama-sparse.h
 //     texts      SEAL in ggml-sparse.h, the types at the top of cpu/sparse-work.h, docs/glossary.md, docs/numerics.md (11a)
 //     pyorch/    attention/spec.py: SHADOWS; attention/cost.py
-//     tests/     ops/test_quant.py: BITS, Shadow.code, the rounding that is allowed; e2e/nodes.py likewise; bench/gpu/attention.py
+//     tests/     ops/test_quant.py: BITS, Shadow.code, the rounding that is allowed; e2e/nodes.py likewise; bench/gpu/kernels.py
 //
 //   Codes lie in lines of 64 bytes: 64 positions of 8 bits, or 128 of 4 bits, the first 64 in the low halves of the bytes. Inside a line
 //   position 16*j + 4*i + l has byte 16*i + 4*j + l, so that zipping four components within 128 bits, which is what every CPU can do,

@@ -53,9 +53,7 @@ enum ggml_sparse_attn_op {
     X(BYTES_DENSE)     /* bytes of all visible K and V rows: what dense attention reads */ \
     X(GROUPS_SEALED)   /* groups sealed, per node */ \
     X(PREFILL)         /* PREFILL, per (token, node) */ \
-    X(PREFILL_FAST)    /* products of few bits in PREFILL, per (token, query head, block of positions, node) */ \
-    X(PREFILL_VISIBLE) /* positions among which PREFILL chose, summed over (token, query head, node) .. */ \
-    X(PREFILL_READ)    /* .. and those of them that it read */
+    X(PREFILL_FAST)    /* products of few bits in PREFILL, per (token, query head, block of positions, node) */
 
 enum ggml_sparse_stat {
 #define X(name) GGML_SPARSE_STAT_##name,
@@ -98,8 +96,7 @@ enum ggml_sparse_stat {
     F(float,   scale) \
     F(float,   max_bias) \
     F(float,   softcap) \
-    F(int32_t, fast)        /* != 0: products of 8 bits and bf16, where the CPU has them */ \
-    F(float,   keep)        /* in (0, 1): of the positions that all tokens see, only those are read that carry this share of the mass */
+    F(int32_t, fast)        /* != 0: products of 8 bits and bf16, where the CPU has them */
 
 #define FIELD(type, field) type field;
 struct ggml_sparse_seal_params         { GGML_SPARSE_PARAMS_SEAL(FIELD) };

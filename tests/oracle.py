@@ -16,7 +16,6 @@ scale of a fair error. Imports nothing of this project.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -254,72 +253,6 @@ def _round_rows(x: np.ndarray) -> np.ndarray:
     """To 8 bits with a scale per row, the largest magnitude being 127."""
     step = np.abs(x).max(axis=1, keepdims=True, initial=0) / 127
     return np.rint(np.divide(x, step, out=np.zeros_like(x), where=step > 0)) * step
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the tokens of a prompt read together, in one query head (docs/numerics.md, 19).
-
-    among: the positions to choose among, a mask; read: those of them that are read, a mask; left:
-    the mass on what is left out over all other mass.
-    """
-
-    among: np.ndarray
-    read: np.ndarray
-    left: float
-
-
-def choose(q, k, bias, scale, softcap, keep, pool=64, block=64) -> Choice:
-    """The choice of a query head's tokens, whose q is (n_tok, d) and bias (n_tok, n_kv)."""
-    n_kv = len(k)
-    k = np.where(np.isneginf(bias).all(axis=0)[:, None], 0, k)  # what nobody sees may be NaN
-    among = np.zeros(n_kv, bool)
-    for i in range(0, n_kv - block + 1, block):
-        among[i : i + block] = (bias[:, i : i + block] == 0).all()
-
-    def shares(q: np.ndarray, bias: np.ndarray) -> np.ndarray:
-        logits = q @ k.astype(F64).T * scale
-        logits = softcap * np.tanh(logits / softcap) if softcap else logits
-        logits = np.where(np.isneginf(bias), -np.inf, logits + bias)
-        e = np.exp(logits - (logits.max() if np.isfinite(logits.max()) else 0))
-        return e / e.sum() if e.sum() > 0 else e
-
-    q = q.astype(F64)
-    means, samples = np.zeros(n_kv), []
-    for i in range(0, len(q), pool):
-        n = min(pool, len(q) - i)
-        means += shares(q[i : i + n].mean(axis=0), bias[i])
-        samples += [shares(q[t], bias[t]) for t in (i + n // 4, i + 3 * n // 4)]
-    found, n_see = np.sum(samples, axis=0), sum(s.sum() > 0 for s in samples)
-    read = among & (np.arange(n_kv) < block)
-    free = np.flatnonzero(among & ~read)
-    order = free[np.argsort(-means[free], kind="stable")]
-    want = keep * n_see - found[~among | read].sum()
-    reached = np.cumsum(found[order]) >= want
-    if not reached.any():
-        read[order] = True
-    elif want > 0:
-        read |= among & (means >= means[order[reached.argmax()]])
-    out = found[among & ~read].sum() / max(n_see, 1)
-    return Choice(among, read, out / (1 - out))
-
-
-def attend_chosen(q, k, v, bias, scale, softcap, sink, choice, dtype=F64) -> np.ndarray:
-    """Attention of the tokens of a choice (n_tok, d_v), the mean of V for what it leaves out."""
-    out = choice.among & ~choice.read
-    mean = v[out].astype(dtype).sum(axis=0) / dtype(max(out.sum(), 1))
-    res = np.zeros((len(q), v.shape[1]), dtype)
-    for t in range(len(q)):
-        pos = np.flatnonzero(~np.isneginf(bias[t]) & ~out)
-        if not len(pos):
-            continue
-        logits = logits_of(q[t : t + 1], k[pos], bias[t : t + 1, pos], scale, softcap, dtype=dtype)
-        top = max(logits.max(), -np.inf if sink is None else sink)
-        p = np.exp(logits[0] - dtype(top))
-        rest = dtype(choice.left) * p.sum()
-        total = p.sum() + rest + (0 if sink is None else np.exp(dtype(sink - top)))
-        res[t] = (p @ v[pos].astype(dtype) + rest * mean) / total
-    return res
 
 
 def v_mean(v: np.ndarray, bias: np.ndarray, dtype=F64) -> np.ndarray:

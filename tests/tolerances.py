@@ -22,7 +22,6 @@ FAMILIES = {
     # p and V have 2^-9 each, e^x 2^-13, and a tie of the 8 bits may round the other way
     "attend_fast": (0.0, 1.5 * 2**15),  # scale as of attend
     # the mean of V over what is left out is a sum over whole blocks, less what is read of them
-    "attend_chosen": (2.0, 16.0),
     # on a GPU: what is left out is a difference of two f32 sums, whose terms one launch takes in
     # another order. Where it is small, alpha is as uncertain as a rounding of these sums
     "attend_one_launch": (5.0, 4.0),

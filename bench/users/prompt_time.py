@@ -2,9 +2,8 @@
 
     python -m bench prompt_time -m MODEL --text BOOKS [-d 0,2048,8192,16384,32000]
 
-At each depth 512 tokens of a book are read by each attention in turn. `prompt=sparse` chooses among
-the positions of the book itself. The time of the others does not depend on them, so llama.cpp's,
-which is `off` of our library, has random K and V there: it would take hours to read them. The time
+At each depth 512 tokens of a book are read by each attention in turn. The time does not depend on
+what stands before them, which is random K and V: it would take hours to read it. The time
 of a whole prompt is the sum over the depths between, on straight lines. With --no-repack llama.cpp
 does not rearrange weights: on an EPYC with AVX-512 faster in Q4_K_M, and slower in Q4_0.
 
@@ -49,7 +48,7 @@ FILE = "prompt_time.jsonl"
 NEEDS = "python -m bench prompt_time -m MODEL.gguf --text BOOK"
 CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
-COUNTERS = ("calls_prefill", "blocks_fast", "prompt_visible", "prompt_read")
+COUNTERS = ("calls_prefill", "blocks_fast")
 OURS = [(parse_spec(f"dense,prompt={x}"), True) for x in PROMPTS]
 SIDES = [(OFF, False), (OFF, True), *OURS]  # attention, and whether flash attention is on
 
@@ -101,16 +100,13 @@ def measure(o: PromptOptions, cases: Sequence[PromptCase], done: Done) -> list[R
     Raises:
         SparqError: the book is too short, or ours did not read a prompt as its case says.
     """
-    first, need, depth = cases[0], cases[-1].n_depth + CHUNK, 0
+    first, need = cases[0], cases[-1].n_depth + CHUNK
     results: list[Result] = [{"samples_ns": [], "model_name": model_name(o.model)} for _ in cases]
-
-    def reading(i: int, n: int) -> None:
-        done((depth - n + i) / need)
 
     with engine.load_model(o.model, repack=first.repack) as loaded, ExitStack() as opened:
         tokens = engine.tokenize(loaded, o.text)
-        if len(tokens) < need:
-            raise SparqError(f"the text has {len(tokens)} tokens", f"{need} are needed", 2)
+        if len(tokens) < CHUNK:
+            raise SparqError(f"the text has {len(tokens)} tokens", f"{CHUNK} are needed", 2)
         sessions = {
             # ours share one
             (is_off, flash_attn): opened.enter_context(
@@ -125,22 +121,20 @@ def measure(o: PromptOptions, cases: Sequence[PromptCase], done: Done) -> list[R
             for is_off, flash_attn in dict.fromkeys((c.spec == OFF, c.flash_attn) for c in cases)
         }
         for depth in sorted({c.n_depth for c in cases}):
-            for (is_off, _), s in sessions.items():
-                if not is_off:
-                    engine.set_attention(s, "dense,prompt=sparse")
-                    engine.prefill(s, tokens[len(s.tokens) : depth], progress=reading)
-                elif depth:
+            for s in sessions.values():
+                if depth:
                     state.fill(s, depth)
+            done(depth / need)
             turns = [x for x in zip(cases, results, strict=True) if x[0].n_depth == depth]
             for turn in range(first.n_samples):
                 for case, result in turns[:: -1 if turn % 2 else 1]:
                     s = sessions[case.spec == OFF, case.flash_attn]
                     engine.set_attention(s, case.spec)
-                    engine.prefill(s, tokens[depth : depth + WARM])
+                    engine.prefill(s, tokens[:WARM])
                     engine.rewind(s, depth)
                     engine.reset_counters(s)
                     started = time.perf_counter_ns()
-                    engine.prefill(s, tokens[depth : depth + CHUNK])
+                    engine.prefill(s, tokens[:CHUNK])
                     result["samples_ns"].append(time.perf_counter_ns() - started)
                     counters = engine.info(s).counters  # llama.cpp's attention counts nothing
                     result["counters"] = {x: int(counters.get(x, 0)) for x in COUNTERS}
@@ -151,7 +145,7 @@ def measure(o: PromptOptions, cases: Sequence[PromptCase], done: Done) -> list[R
 
 def refuse_idle(cases: Sequence[PromptCase], counters: Sequence[dict[str, int]]) -> None:
     """Raises:
-    SparqError: our attention did not read a prompt as a case says, or read none sparsely.
+    SparqError: our attention did not read a prompt as a case says.
     """
     ours = [(c, n) for c, n in zip(cases, counters, strict=True) if c.spec != OFF]
     for c, n in ours:
@@ -160,9 +154,6 @@ def refuse_idle(cases: Sequence[PromptCase], counters: Sequence[dict[str, int]])
         if c.spec.prompt == "fast" and c.n_depth and not n["blocks_fast"]:
             hint = "this CPU has neither VNNI nor NEON's dot product"
             raise SparqError(f"{c.spec} was not fast after {c.n_depth} positions", hint)
-    sparse = [n["prompt_read"] < n["prompt_visible"] for c, n in ours if c.spec.prompt == "sparse"]
-    if sparse and not any(sparse):
-        raise SparqError("no prompt was sparse", "a greater depth: short contexts are read exactly")
 
 
 def whole(points: Sequence[tuple[int, float]]) -> list[float]:
@@ -204,12 +195,6 @@ def table(recs: Sequence[Record]) -> str:
         for name, of in lines.items()
     ]
     depths = [r["tokens"] for r in next(iter(lines.values()))]
-    shares = dict.fromkeys(depths, "1")
-    for rec in recs:
-        c = rec["counters"]
-        if "prompt=sparse" in rec["case"]["spec"] and c["prompt_visible"]:
-            shares[rec["case"]["n_depth"]] = f"{c['prompt_read'] / c['prompt_visible']:.3f}"
-    chunk.append(["positions that sparse reads, of those to choose from", *shares.values()])
     case, cpu = records.read_case(PromptCase, recs[0]), recs[0]["env"]["machine"]["cpu"]
     rope = f" RoPE: {case.rope}." if case.rope else ""
     about = (
@@ -236,7 +221,7 @@ def data(folder: Path) -> list[plot.Row]:
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
-    colours = (plot.STOCK, plot.STOCK_2, plot.OURS_3, plot.OURS_2, plot.OURS)
+    colours = (plot.STOCK, plot.STOCK_2, plot.OURS_2, plot.OURS)
     named = dict(zip(dict.fromkeys(r["attention"] for r in rows), colours, strict=True))
     title = f"{rows[0]['model']}, {rows[0]['threads']} threads"
     labels: dict[str, Any] = {"xlabel": "tokens of the prompt", "ylabel": "seconds", "title": title}

@@ -64,8 +64,9 @@ struct code_rows {
     const f16 * range_of(int64_t c, int64_t group) const { return (const f16 *) (range + c*(int64_t) nb_range + group*nb_group); }
 };
 
-// res [MAX_GROUPS/4][n_quad][2][LANES] = scales and zeros of n_group groups from group0 on; 0 where there is no component or no group
-static inline void load_ranges(float * res, const code_rows & x, int64_t group0, const int32_t * comp, int n_comp, int n_group) {
+// res [MAX_GROUPS/4][n_quad][2][LANES] = scales, and what code `mid` stands for, of n_group groups from group0 on; 0 where there is no component or no
+// group
+static inline void load_ranges(float * res, const code_rows & x, int64_t group0, const int32_t * comp, int n_comp, int n_group, float mid) {
     const int n_quad = (n_comp + 3)/4;
     if (n_comp % 4 != 0 || n_group % 4 != 0) {
         std::fill(res, res + (n_group + 3)/4*n_quad*2*LANES, 0.0f);
@@ -78,10 +79,10 @@ static inline void load_ranges(float * res, const code_rows & x, int64_t group0,
         for (int j = 0; j + 4 <= n_group; j += 4) {
             const auto four_of = [&](int c) { return _mm_loadu_si128((const __m128i *) x.range_of(comp[c], group0 + j)); };
             const auto two     = [&](int c) { return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(four_of(c)), four_of(c + 1), 1)); };
-            const vf a = two(whole), b = two(whole + 2);
+            const vf a = two(whole), b = two(whole + 2), size = _mm512_permutex2var_ps(a, scale, b);
             float * to = res + (j/4*n_quad + whole/4)*2*LANES;
-            store(to,         _mm512_permutex2var_ps(a, scale, b));
-            store(to + LANES, _mm512_permutex2var_ps(a, zero,  b));
+            store(to,         size);
+            store(to + LANES, fma(size, set1(mid), _mm512_permutex2var_ps(a, zero, b)));
         }
     }
 #endif
@@ -91,7 +92,7 @@ static inline void load_ranges(float * res, const code_rows & x, int64_t group0,
             const f16 * from = x.range_of(comp[i], group0 + j);
             float * two = to + j/4*n_quad*2*LANES + j % 4*4;
             two[0]     = to_f32(from[0]);
-            two[LANES] = to_f32(from[1]);
+            two[LANES] = fmaf(two[0], mid, to_f32(from[1]));
         }
     }
 }
@@ -123,7 +124,7 @@ static SPARQ_INLINE void coef_steps(float * res, float * step, float * inv, cons
     }
 }
 
-// w[i, j] = round(a/step[j]), a = coef[i]*scale[i, j]; base[j] = sum_i coef[i]*zero[i, j] + (a - w[i, j]*step[j])*mid, mid the middle code
+// w[i, j] = round(coef[i]*scale[i, j]/step[j]); base[j] = sum_i coef[i]*middle[i, j] - w[i, j]*step[j]*mid, mid the middle code
 // NUMERICS: rounding a coefficient costs less than the codes themselves do (test_scan_equals_the_values_of_the_codes). The part of its error
 // that all positions share, which is that of a code in the middle, goes into the base
 //   coef [n_quad][4], 0 where there is no component; range: what load_ranges made
@@ -134,19 +135,19 @@ static inline void make_coef(group_coef & res, const float * coef, const float *
         float x[LANES], step[LANES], inv[LANES];
         coef_steps(res.step + j0, step, inv, coef, range, n_quad, most);
 
-        vf base[N_VEC], rest[N_VEC];
+        vf base[N_VEC], sum[N_VEC];
         SPARQ_UNROLL
         for (int v = 0; v < N_VEC; ++v) {
-            base[v] = rest[v] = set1(0.0f);
+            base[v] = sum[v] = set1(0.0f);
         }
         for (int q = 0; q < n_quad; ++q) {
             SPARQ_UNROLL
             for (int v = 0; v < N_VEC; ++v) {
                 const float * r = range + q*2*LANES + v*W;
-                const vf c = load_quad(coef + 4*q, v), a = mul(c, load(r)), b = round_even(mul(a, load(inv + v*W)));
-                const vf w = select(eq(b, b), b, set1(0.0f)); // where a is beyond f32 it is NaN, which has no whole number
+                const vf c = load_quad(coef + 4*q, v), b = round_even(mul(mul(c, load(r)), load(inv + v*W)));
+                const vf w = select(eq(b, b), b, set1(0.0f)); // where the product is beyond f32 it is NaN, which has no whole number
                 base[v] = fma(c, load(r + LANES), base[v]);
-                rest[v] = add(sub(a, mul(w, load(step + v*W))), rest[v]);
+                sum[v]  = add(w, sum[v]);
                 const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
                 store_low(res.w0 + 4*(q*MAX_GROUPS + j0) + v*W, to_int(w0), W);
                 if (n_bit == 8) {
@@ -156,7 +157,7 @@ static inline void make_coef(group_coef & res, const float * coef, const float *
         }
         SPARQ_UNROLL
         for (int v = 0; v < N_VEC; ++v) {
-            store(x + v*W, fma(rest[v], set1(mid), base[v]));
+            store(x + v*W, sub(base[v], mul(sum[v], mul(load(step + v*W), set1(mid)))));
         }
         for (int j = 0; j < 4; ++j) {
             res.base[j0 + j] = (x[4*j] + x[4*j + 1]) + (x[4*j + 2] + x[4*j + 3]);
@@ -308,7 +309,7 @@ static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x
     float      * quads = range + n_quad*MAX_GROUPS/4*2*LANES; // [n_quad][4] coefficients
     group_coef * gc    = (group_coef *) (quads + 4*n_quad);   // [n_head]
     int8_t     * w     = (int8_t *) (gc + n_head);
-    load_ranges(range, x, t0/GROUP, comp, n_comp, n_group);
+    load_ranges(range, x, t0/GROUP, comp, n_comp, n_group, ggml_sparse_code_max(N_BIT)/2.0f);
     for (int h = 0; h < n_head; ++h, w += 2*n_quad*4*MAX_GROUPS) {
         std::fill(std::copy_n(coef + h*ld_coef, n_comp, quads), quads + 4*n_quad, 0.0f);
         gc[h].w0 = w;

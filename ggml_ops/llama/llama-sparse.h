@@ -32,8 +32,8 @@ extern "C" {
 //              dense  exact attention through our op (reads every visible position once per KV head)
 //              sparq  SparQ: approximate scores from `rank` components, then exact attention over `topk` positions
 //              topk   exact scores from all of K, then attention over `topk` positions
-//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V: half for the scores, but at most half of
-//                                  the components; the rest for the gathered rows
+//   ratio    1/8 | 0.125 | 12.5%   sparq: bytes moved / bytes of all K and V, of a cache in f16 (others select the same):
+//                                  half for the scores, but at most half of the components; the rest for the gathered rows
 //                                  topk:  share of the positions that is kept
 //   rank, topk (or k)              explicit values, instead of those from ratio
 //   local    size of the local window, newest positions of the sequence (default topk/4)
@@ -50,10 +50,8 @@ extern "C" {
 //   cap      4                     with top_p: up to so many times topk (default 1); sinks and local follow from topk itself
 //   k_layers 64:12.5%:dense:...    topk of each layer, explicit: positions, a share of those in view (min_k holds), or all
 //   rank_layers 8:16:...           rank of each layer, explicit
-//   prompt   f32 | fast | sparse   attention of a prompt, also with dense. fast: products of q and K in 8 bits where the CPU has VNNI or NEON's dot
-//                                  product, those with V in bf16 where it multiplies these, f32 elsewhere. sparse: the same, and where a batch has 64
-//                                  tokens or more they read only the positions that carry most of their attention, from min_ctx on (default fast)
-//   prompt_p 0.99                  with prompt=sparse: the share of the attention that they carry (default 0.99)
+//   prompt   f32 | fast            attention of a prompt, also with dense. fast: products of q and K in 8 bits where the CPU has VNNI or NEON's dot
+//                                  product, those with V in bf16 where it multiplies these, f32 elsewhere (default fast)
 //   verify   sparse | exact        the tokens that verify a draft: each as a decoded one, or all exactly, as those of a prompt (default sparse)
 //
 // Errors are text in `err`/`buf`: a message, a line feed, a hint.
@@ -63,7 +61,7 @@ LLAMA_API int32_t llama_set_sparse_attn(struct llama_context * ctx, const char *
 
 // Sets the method of one sequence's decoded tokens in place of the context's; takes effect with the next llama_decode, and lasts until it is set
 // again, or the context's is. NULL: the context's. A batch may mix sequences. Refused is what one node of a graph has for all its tokens: another
-// sparse METHOD than the context's, or other mean_v, shadow, top_p, cap, gpu_min_mb, prompt or prompt_p; these, and min_ctx, are the context's where
+// sparse METHOD than the context's, or other mean_v, shadow, top_p, cap, gpu_min_mb or prompt; these, and min_ctx, are the context's where
 // the spec does not have them. `off` is llama.cpp's own attention in a batch whose sequences are all off, prompts included; elsewhere it is `dense`, and
 // prompts are read as the context's `prompt` says.
 LLAMA_API int32_t llama_set_sparse_attn_seq(struct llama_context * ctx, llama_seq_id seq_id, const char * spec, char * err, size_t n_err);

@@ -95,11 +95,16 @@ double llama_sparse_row_bytes(const llama_kv_cache & kv, int il) {
     return (double) (ggml_row_size(layer.k->type, layer.k->ne[0]) + size_v)/access::hparams(kv).n_head_kv(il);
 }
 
+double llama_sparse_f16_bytes(const llama_kv_cache & kv, int il) {
+    const auto & layer = access::layers(kv)[access::layer_ids(kv).at(il)];
+    return 2.0*(layer.k->ne[0] + (layer.v ? layer.v->ne[0] : 0))/access::hparams(kv).n_head_kv(il);
+}
+
 std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const llama_sparse_spec & spec, int32_t n_layer) {
     std::vector<double> res(n_layer, 0.0);
     for (const auto & [il, ikv] : access::layer_ids(kv)) {
         if (!*llama_sparse_why_not_layer(kv, ikv) && il < n_layer) {
-            const double bytes = llama_sparse_row_bytes(kv, il);
+            const double bytes = llama_sparse_f16_bytes(kv, il);
             const double code  = ggml_sparse_scan_bytes(spec.n_bit)/(double) GGML_SPARSE_GROUP; // bytes of a component
             res[il] = spec.rank_for(il, access::hparams(kv).n_embd_head_k(il), bytes)*code/bytes;
         }

@@ -27,8 +27,9 @@ int32_t llama_sparse_n_rot(const llama_kv_cache & kv);
 
 // bytes of one position of a KV head: K and V
 double llama_sparse_row_bytes(const llama_kv_cache & kv, int il);
+double llama_sparse_f16_bytes(const llama_kv_cache & kv, int il); // the same of a cache in f16
 
-// the share of dense attention's bytes that step 1 reads in each layer [n_layer]; 0 for layers of other caches
+// the share of the bytes of a cache in f16 that step 1 reads in each layer [n_layer]; 0 for layers of other caches
 std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const llama_sparse_spec & spec, int32_t n_layer);
 
 // the device whose memory it is; nullptr: the host, whatever device allocated it

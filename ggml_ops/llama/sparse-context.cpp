@@ -432,8 +432,6 @@ static std::string counters_info(const llama_sparse_state & state) {
         { "calls_dense_op",    json_number(stat[GGML_SPARSE_STAT_ATTEND_DENSE]) },
         { "calls_prefill",     json_number(stat[GGML_SPARSE_STAT_PREFILL]) },
         { "blocks_fast",       json_number(stat[GGML_SPARSE_STAT_PREFILL_FAST]) },
-        { "prompt_visible",    json_number(stat[GGML_SPARSE_STAT_PREFILL_VISIBLE]) },
-        { "prompt_read",       json_number(stat[GGML_SPARSE_STAT_PREFILL_READ]) },
         { "calls_stock",       json_number(n_stock) },
         { "stock_reasons",     json_object(stock) },
         { "positions_visible", json_number(stat[GGML_SPARSE_STAT_POS_VISIBLE]) },

@@ -157,11 +157,9 @@ ggml_tensor * build_seal(const attention & a) {
     return res;
 }
 
-// attention of the tokens [lo, hi) of a prompt, exact unless the spec says otherwise
+// attention of the tokens [lo, hi) of a prompt
 ggml_tensor * build_prefill(const attention & a, uint32_t lo, uint32_t hi, ggml_tensor * mask) {
-    const ggml_sparse_prefill_params params = {
-        a.scale, a.max_bias(), a.softcap(), a.spec().prompt > 0, a.spec().prompt_keep((uint32_t) a.k->ne[2]),
-    };
+    const ggml_sparse_prefill_params params = { a.scale, a.max_bias(), a.softcap(), a.spec().prompt };
     ggml_sparse_src src = a.sources(lo, hi);
     src.mask = mask;
     return emit(a, ggml_sparse_attn_prefill(a.g.ctx0, &src, params), "sparse_prefill");

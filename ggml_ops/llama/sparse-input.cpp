@@ -123,7 +123,7 @@ bool llm_graph_input_sparse::is_exact(const setting & x, int32_t il, uint32_t n_
 }
 
 int32_t llm_graph_input_sparse::rank_for(const setting & x, int32_t il) const {
-    return x.spec.rank_for(il, access::hparams(kv()).n_embd_head_k(il), llama_sparse_row_bytes(kv(), il));
+    return x.spec.rank_for(il, access::hparams(kv()).n_embd_head_k(il), llama_sparse_f16_bytes(kv(), il));
 }
 
 const llm_graph_input_sparse::setting & llm_graph_input_sparse::setting_of(llama_seq_id seq) const {
@@ -297,8 +297,8 @@ int32_t llm_graph_input_sparse::n_seen(llama_seq_id seq, llama_pos at) const {
     return pos.size() - std::distance(pos.upper_bound({ at, UINT32_MAX }), pos.end()); // most often nothing comes after
 }
 
-// As the settings order it. The ops count for all sequences together, and what they count differs a little: groups that are not sealed are
-// scored from K, and hidden cells of other sequences lie among those that a scan passes
+// As the settings order it. The ops count for all sequences together, and what they count differs a little: hidden cells of other sequences lie among
+// those that a scan passes
 void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
     const auto & hparams = access::hparams(kv());
     for (uint32_t t = tok.lo; t < tok.hi; ++t) {
@@ -320,12 +320,14 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
             const bool    exact  = reads_exactly || is_exact(x, il, n_pos);
             const int64_t n_read = exact ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
             const double  row    = llama_sparse_row_bytes(kv(), il);
-            const double  score  = x.spec.has_shadow() ? x.score_shares[il]*row : ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));
+            const int64_t n_code = x.spec.has_shadow() ? n_pos/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP : 0; // scored from the shadow, the others from K
+            const double  score  = x.score_shares[il]*llama_sparse_f16_bytes(kv(), il)*n_code +
+                    ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il))*(n_pos - n_code);
             (exact ? sum.n_dense : sum.n_sparse)++;
             sum.n_visible   += n_pos*n_head;
             sum.n_read      += n_read*n_head;
             sum.bytes_dense += row*n_pos*n_head;
-            sum.bytes_read  += (row*n_read + (exact ? 0.0 : score*n_pos))*n_head;
+            sum.bytes_read  += (row*n_read + (exact ? 0.0 : score))*n_head;
         }
     }
 }

@@ -132,7 +132,7 @@ struct key_info {
     unsigned    flags;
     std::string limits;   // of the exported table, in JSON: the type, and its bounds or words
     std::string excludes; // the other key that says the same of every layer
-    std::string needs;    // another key, or KEY=WORD, without which it changes nothing
+    std::string needs;    // another key without which it changes nothing
     std::function<void(spec &, const std::string &)> read; // throws llama_sparse_error
     std::function<std::string(const spec &)>         text;
 };
@@ -208,8 +208,7 @@ const std::vector<key_info> & keys() {
         list  ("k_layers",    CHOICE,          &spec::k_layers,    parse_layer_k, format_layer_k),
         list  ("rank_layers", CHOICE | SCORES, &spec::rank_layers, [](const std::string & s) { return parse_int("rank_layers", s, 1); },
                 [](int32_t x) { return std::to_string(x); }),
-        choice("prompt",     &spec::prompt,     0, { "f32", "fast", "sparse" }, SHARED | PROMPT),
-        number("prompt_p",   &spec::prompt_p,   LEAST, 1.0, SHARED | PROMPT, "prompt=sparse"),
+        choice("prompt",     &spec::prompt,     0, { "f32", "fast" }, SHARED | PROMPT),
         choice("verify",     &spec::verify,     0, { "exact", "sparse" }),
     };
     // clang-format on
@@ -245,12 +244,8 @@ std::string why_idle(const llama_sparse_spec & spec, const key_set & given, cons
     if (given.count(key.excludes)) {
         return "with " + key.excludes;
     }
-    if (!key.needs.empty()) {
-        const names need = split(key.needs, '=');
-        const std::string text = key_of(need[0]).text(spec);
-        if (need.size() > 1 ? text != need[1] : text == key_of(need[0]).text(usual)) {
-            return "without " + key.needs;
-        }
+    if (!key.needs.empty() && key_of(key.needs).text(spec) == key_of(key.needs).text(usual)) {
+        return "without " + key.needs;
     }
     if (key.name == "ratio" && given.count("topk") && (is_topk || given.count("rank"))) {
         return is_topk ? "with topk" : "with rank and topk";
@@ -377,14 +372,14 @@ bool llama_sparse_spec::is_dense() const {
 }
 
 // Half of the bytes pay for the scores, but half of the components is enough: beyond that, rows bring more (docs/numerics.md, 11b)
-int32_t llama_sparse_spec::rank_for(int32_t il, int32_t d_k, double row_bytes) const {
+int32_t llama_sparse_spec::rank_for(int32_t il, int32_t d_k, double f16_bytes) const {
     if (!rank_layers.empty()) {
         return rank_layers[il];
     }
     if (rank > 0) {
         return rank;
     }
-    return std::clamp((int32_t) std::lround(ratio/2*row_bytes*8/n_bit), 1, std::max(d_k/2, 1));
+    return std::clamp((int32_t) std::lround(ratio/2*f16_bytes*8/n_bit), 1, std::max(d_k/2, 1));
 }
 
 int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const {

@@ -38,9 +38,8 @@ struct llama_sparse_spec {
     double  top_p   = 1.0;
     double  cap     = 1.0;  // of top_p: up to so many times k
     int32_t n_bit   = 4;    // of the transposed copy of K, see sparse-codes.h
-    int32_t prompt   = 1;    // of PREFILL, 0: f32, 1: products of few bits, 2: also chooses positions ..
-    double  prompt_p = 0.99; // .. that carry this share of the mass
-    int32_t verify   = 1;    // of the tokens that verify a draft, 0: exact, 1: each as a decoded one
+    int32_t prompt  = 1;    // of PREFILL, 0: f32, 1: products of few bits
+    int32_t verify  = 1;    // of the tokens that verify a draft, 0: exact, 1: each as a decoded one
 
     struct layer_k {
         double x;       // positions, or percent of them
@@ -76,10 +75,10 @@ struct llama_sparse_spec {
     // reads the transposed copy of K
     bool has_shadow() const { return method == LLAMA_SPARSE_SPARQ && !is_dense(); }
 
-    // row_bytes: of K and V of one position and KV head
-    int32_t rank_for(int32_t il, int32_t d_k, double row_bytes) const;
+    // f16_bytes: of K and V of one position and KV head in f16. A ratio selects the same from any type of cache
+    int32_t rank_for(int32_t il, int32_t d_k, double f16_bytes) const;
 
-    // k of layer il for a token that sees n_pos positions; score_shares [n_layer]: of dense attention's bytes, read by step 1; 0: not our layer
+    // k of layer il for a token that sees n_pos positions; score_shares [n_layer]: of the bytes of K and V in f16, read by step 1; 0: not our layer
     int32_t topk_for(int32_t il, int32_t n_pos, const std::vector<double> & score_shares) const;
 
     int32_t cap_for(int32_t k, int32_t n_pos) const; // most positions of a head
@@ -87,7 +86,4 @@ struct llama_sparse_spec {
     int32_t local_for(int32_t k) const;
 
     bool is_short(uint32_t n_kv) const; // is attention over so many cells exact?
-
-    // the share of the mass that a prompt's tokens read, of n_kv cells; 0: all
-    float prompt_keep(uint32_t n_kv) const { return prompt == 2 && !is_short(n_kv) ? (float) prompt_p : 0.0f; }
 };

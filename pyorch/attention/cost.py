@@ -59,14 +59,16 @@ def split(
     spec: AttentionSpec,
     n_pos: int,
     head_dim: int,
-    kv_bytes: float = 2,
+    head_dim_v: int | None = None,
     *,
     il: int = 0,
     n_layer: int = 1,
     cached: Sequence[int] | None = None,
 ) -> Split:
-    """Rank and k of layer `il` at `n_pos` visible positions, as the library chooses them.
+    """Rank and k of layer `il` at `n_pos` visible positions, as the library chooses them. A ratio
+    is a share of K and V in f16, as the papers count, and selects the same from any type of cache.
 
+    head_dim_v: of V, None = as K's, 0 = V lies in K.
     cached: the layers with a KV cache, which share a ramp; None = all `n_layer`.
     """
     if not spec.sparse:
@@ -74,8 +76,9 @@ def split(
     n_cells = -(-n_pos // CELLS) * CELLS  # the library decides for whole blocks of the cache
     if n_cells <= -(-spec.min_ctx // CELLS) * CELLS:
         return _dense(n_pos, head_dim, f"not above min_ctx {spec.min_ctx}")
-    rank = _rank(spec, head_dim, kv_bytes, il)
-    share = rank * _group_bytes(spec) / (GROUP * 2 * head_dim * kv_bytes)
+    n_values = head_dim + (head_dim if head_dim_v is None else head_dim_v)
+    rank = _rank(spec, head_dim, n_values, il)
+    share = rank * _group_bytes(spec) / (GROUP * 2 * n_values)
     cached = range(n_layer) if cached is None else cached
     if _topk(spec, n_cells, share, il, cached) >= n_cells:
         return _dense(n_pos, head_dim, "k covers every position")
@@ -88,8 +91,8 @@ def _dense(n_pos: int, head_dim: int, reason: str) -> Split:
     return Split(head_dim, n_pos, n_pos, 0, dense=True, reason=reason)
 
 
-def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
-    """Half of the bytes pay for the scores: `S*r*shadow_bytes = ratio/2 * 2*S*d*kv_bytes`.
+def _rank(spec: AttentionSpec, head_dim: int, n_values: int, il: int) -> int:
+    """Half of the bytes pay for the scores: `r*shadow_bytes = ratio/2 * 2*n_values`.
 
     But half of the components is enough; beyond that, rows are worth more (docs/numerics.md, 11b).
     """
@@ -99,7 +102,7 @@ def _rank(spec: AttentionSpec, head_dim: int, kv_bytes: float, il: int) -> int:
         return spec.rank_layers[il]
     if spec.rank is not None:
         return spec.rank
-    rank = _round((spec.ratio or 0) * head_dim * kv_bytes / SHADOW_BYTES[spec.shadow])
+    rank = _round((spec.ratio or 0) * n_values / SHADOW_BYTES[spec.shadow])
     return min(max(rank, 1), max(head_dim // 2, 1))
 
 
@@ -135,7 +138,7 @@ def layer_costs(
     """The bytes per token of every layer that has a cache; k_bytes and v_bytes are per element."""
     out = []
     for il in geo.kv_layers:
-        n_head, n_head_kv, d_k = geo.n_head[il], geo.n_head_kv[il], geo.head_dims(il)[0]
+        n_head, n_head_kv, (d_k, d_v) = geo.n_head[il], geo.n_head_kv[il], geo.head_dims(il)
         row = row_bytes(geo, il, k_bytes, v_bytes)
         window = geo.windows.of(il)
         n_seen = geo.windows.visible(il, n_pos)
@@ -144,7 +147,7 @@ def layer_costs(
         elif geo.why_dense:
             s = _dense(n_seen, d_k, geo.why_dense)
         else:
-            s = split(spec, n_pos, d_k, row / (2 * d_k), il=il, cached=geo.full_layers)
+            s = split(spec, n_pos, d_k, 0 if geo.is_mla else d_v, il=il, cached=geo.full_layers)
         dense = read = n_seen * row
         if not s.dense:
             sums = 0.0

@@ -94,7 +94,6 @@ class AttentionSpec:
     k_layers: tuple[LayerK, ...] | None = None
     rank_layers: tuple[int, ...] | None = None
     prompt: str = _DEFAULTS["prompt"]
-    prompt_p: float = _DEFAULTS["prompt_p"]
     verify: str = _DEFAULTS["verify"]
 
     def __post_init__(self) -> None:
@@ -126,12 +125,11 @@ class AttentionSpec:
     def _why_idle(self, name: str) -> str:
         """With or without what a setting changes nothing; "": it changes something."""
         key, named = KEYS[name], self._named
-        need, _, word = key["needs"].partition("=")
         if self.method not in key["methods"]:
             return f"with {self.method}"
         if key["excludes"] in named:
             return f"with {key['excludes']}"
-        if need and (need not in named or word not in ("", getattr(self, need))):
+        if key["needs"] and key["needs"] not in named:
             return f"without {key['needs']}"
         if name == "ratio" and self.topk and (self.rank or self.method == "topk"):
             return "with rank and topk" if self.rank else "with topk"
@@ -156,7 +154,7 @@ class AttentionSpec:
     @property
     def of_prompt(self) -> AttentionSpec:
         """What reads a prompt with these settings, and decodes exactly."""
-        return AttentionSpec("dense", prompt=self.prompt, prompt_p=self.prompt_p)
+        return AttentionSpec("dense", prompt=self.prompt)
 
     def at_ratio(self, ratio: float) -> AttentionSpec:
         """The same settings at another ratio. Given k and rank, which leave nothing to a ratio, are

@@ -243,9 +243,8 @@ def _points(
     """What decides between: uniform, the result of the search, and the same with `top_p`."""
     which = range(len(meter.contexts) - stats.FEWEST)
     share = meter.measure(base, which).share
-    geo, sizes = meter.session.geometry, [t.bytes_per_element for t in meter.session.types]
-    row = geo.head_dim_k * sizes[0] + geo.head_dim_v * sizes[1]
-    s = split(base, n_pos, geo.head_dim_k, row / (2 * geo.head_dim_k))
+    geo = meter.session.geometry
+    s = split(base, n_pos, geo.head_dim_k, geo.head_dim_v)
     search = Search(meter, which, n_pos, geo.head_dim_k, share, progress)
     uniform = Point(np.full(geo.n_layer, s.topk / n_pos), np.full(geo.n_layer, s.rank), base)
     without = replace(base, mean_v="off")

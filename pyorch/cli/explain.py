@@ -23,6 +23,7 @@ from pyorch.cli.loading import model_path
 from pyorch.cli.prediction import Prediction, kinds_text, machine_shares, show_shares
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
+from pyorch.ggml import CACHE_TYPES
 from pyorch.models.geometry import Geometry, geometry, layer_weights
 from pyorch.models.gguf_file import read_gguf
 from pyorch.models.memory import available_memory
@@ -177,6 +178,11 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
     print(f"  weights, bytes per token    {weights}")
     cache, shadow = human_bytes(p.kv_bytes()), human_bytes(p.shadow_bytes())
     print(f"  memory                      cache {cache}, transposed K {shadow}")
+    q8 = replace(p, types=(CACHE_TYPES["q8_0"],) * 2)
+    whole = geo.head_dim_k % 32 == geo.head_dim_v % 32 == 0
+    if whole and q8.read < p.read and not all(c.split.dense for c in p.layers):
+        less = f"{human_bytes(q8.read)}, cache {human_bytes(q8.kv_bytes())}"
+        print(f"  the same with q8_0          {less}: -ctk q8_0 -ctv q8_0")
     many = f"{threads} thread{'s' * (threads > 1)}"
     print(f"  memory bandwidth            {rate / 1e9:.1f} GB/s, as measured with {many}")
     limits = f"attention {p.dense / p.read:.2f}x, whole token {p.speedup:.2f}x"

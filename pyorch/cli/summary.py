@@ -11,8 +11,6 @@ from pyorch.text import human_bytes
 if TYPE_CHECKING:
     from pyorch.engine import AttentionInfo, Session, Timings
 
-MANY = 512  # tokens of a prompt, among which some see a whole block of positions
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -44,9 +42,6 @@ class Summary:
         """The summary in one line for people."""
         t, info = self.timings, self.info
         parts = [f"prefill {t.prefill_tokens} tokens in {t.prefill_s:.2f} s"]
-        if info and (visible := info.counter("prompt_visible")):
-            share = 100 * info.counter("prompt_read") / visible
-            parts[0] += f" ({share:.0f} % of the positions before them read)"
         if not t.decode_s:
             return parts[0]
         parts.append(f"decode {t.decode_rate:.1f} tokens/s")
@@ -83,12 +78,7 @@ def summary_of(session: Session) -> Summary:
 
 def why_dense(spec: AttentionSpec | None, info: AttentionInfo) -> str:
     """A note if sparse attention was requested but llama.cpp serves a layer, or every token so far
-    was exact, or if a sparse prompt was requested of a CPU that has no products of few bits, which
-    make most of its speed; otherwise ""."""
-    if spec and spec.prompt == "sparse" and not info.counter("blocks_fast"):
-        n_tokens = info.counter("calls_prefill") // max(info.n_layer, 1)
-        if n_tokens >= MANY:
-            return "note: prompts are read in f32: this CPU has neither VNNI nor NEON's dot product"
+    was exact; otherwise ""."""
     if spec is None or not spec.sparse:
         return ""
     if info.dense_reasons:

@@ -24,6 +24,7 @@ MODULES = (
     "fidelity",
     "qa",
     "summaries",
+    "gsm8k",
     "wikitext",
 )
 

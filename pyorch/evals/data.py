@@ -23,6 +23,7 @@ HUB = {
     "squad": ("rajpurkar/squad", "plain_text/validation-*.parquet"),
     "triviaqa": ("mandarjoshi/trivia_qa", "rc/validation-*.parquet"),
     "cnn_dailymail": ("abisee/cnn_dailymail", "3.0.0/validation-*.parquet"),
+    "gsm8k": ("openai/gsm8k", "main/test-*.parquet"),
     "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1/validation-*.parquet"),
 }
 

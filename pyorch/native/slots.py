@@ -68,7 +68,7 @@ def source_of(t: Tensor, name: str) -> Tensor | None:
 STATS = (
     *("attend_sparse", "attend_dense", "pos_visible", "pos_read"),
     *("bytes_score", "bytes_attend", "bytes_dense", "groups_sealed"),
-    *("prefill", "prefill_fast", "prefill_visible", "prefill_read"),
+    *("prefill", "prefill_fast"),
 )
 
 
@@ -83,7 +83,7 @@ _BITS = {"n_bit": c_int32, "n_rot": c_int32}
 SealParams = _params("SealParams", **_BITS)
 ScoreParams = _params("ScoreParams", rank=c_int32, **_LOGIT, **_BITS, i_rank=c_int32)
 AttendParams = _params("AttendParams", **_LOGIT, mean_v=c_int32)
-PrefillParams = _params("PrefillParams", **_LOGIT, fast=c_int32, keep=c_float)
+PrefillParams = _params("PrefillParams", **_LOGIT, fast=c_int32)
 
 
 class SelectParams(ctypes.Structure):

@@ -189,7 +189,7 @@ def _attention(base: Any, backend: int, fast: int, n_token: int) -> float:
             kind = BY_NAME["f32" if array.dtype == np.float32 else "f16"].number
             ne = [*reversed(array.shape), 1, 1][:4]
             tensors.append(base.ggml_new_tensor_4d(context, kind, *ne))
-        params = PrefillParams(width**-0.5, 0.0, 0.0, fast, 0.0)
+        params = PrefillParams(width**-0.5, 0.0, 0.0, fast)
         named = dict(zip(("q", "k", "v", "mask"), tensors, strict=True))
         y = base.ggml_sparse_attn_prefill(context, sources(**named), params)
         values = list(zip(tensors, (q, k, v, mask), strict=True))

@@ -24,10 +24,8 @@ import tiny as tiny_of
 from tiny import write_tiny_gguf
 
 from pyorch import engine, paths
-from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.cli.summary import why_dense
+from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import library, loading
-from pyorch.engine.c_functions import AttentionInfo
 from pyorch.engine.chat_template import ChatTemplate
 from pyorch.errors import SparqError
 from pyorch.models import memory
@@ -237,14 +235,6 @@ def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     messages = json.loads(file.read_text())["messages"]
     assert [m["content"] for m in messages if m["role"] == "system"] == ["be long"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["talk.json", "text.txt"]
-
-
-@pytest.mark.parametrize(("n_fast", "n_read", "told"), [(0, 600, 1), (9, 600, 0), (0, 30, 0)])
-def test_a_sparse_prompt_that_was_not_fast_is_told(n_fast: int, n_read: int, told: bool) -> None:
-    counters = {"blocks_fast": n_fast, "calls_prefill": n_read}
-    info = AttentionInfo("dense", True, "", "dense", n_layer=1, counters=counters)
-    assert bool(why_dense(parse_spec("dense,prompt=sparse"), info)) == bool(told)
-    assert not why_dense(parse_spec("dense"), info)
 
 
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:

@@ -184,8 +184,8 @@ def test_read_is_kept(
     assert [r["reply"] for r in said] == [r["reply"] for r in again]
     assert again[0]["prefill_tokens"] < 40 < said[0]["prefill_tokens"]
     assert len(document_file.documents_in(paths.kept_texts())) == 1
-    # K and V that were approximated are not those of an exact prompt
-    part = [f"{w},prompt=sparse" if str(w).startswith("sparq,") else w for w in ask]
+    # K and V of 8-bit products are not those of an exact prompt
+    part = [f"{w},prompt=f32" if str(w).startswith("sparq,") else w for w in ask]
     assert "read before" not in run(*part, stdin=script).err
     # another text, or one within a conversation, is another thing
     text.write_text(TEXT + "!")

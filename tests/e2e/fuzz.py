@@ -164,7 +164,6 @@ class Fuzz:
         type_k = str(rng.choice(["f16", "f16", "bf16", "f32"]))
         self.can_shift = type_k != "bf16"  # llama.cpp aborts: its RoPE on the CPU lacks it
         type_v = str(rng.choice([type_k, "f16"]))
-        self.row = HEAD_DIM * sum(4 if t == "f32" else 2 for t in (type_k, type_v))
         n_ctx = 1024 if self.unified else 1280
         self.n_ubatch = int(rng.choice([32, 64, 200]))
         n_threads = 2 if seed % 8 == 7 else 1
@@ -426,8 +425,8 @@ class Fuzz:
         cells = [c for c in self.plain.cells(seq) if c.position <= position]
         position_of = {c.index: c.position for c in cells}
         by_age = sorted((c.position for c in cells), reverse=True)
-        spec, kv_bytes, of = self.spec, self.row / (2 * HEAD_DIM), (a.layer, self.n_layer)
-        k = split(spec, len(by_age), HEAD_DIM, kv_bytes, il=of[0], n_layer=of[1]).topk
+        spec = self.spec
+        k = split(spec, len(by_age), HEAD_DIM, il=a.layer, n_layer=self.n_layer).topk
         n_local = max(k // 4, 1) if spec.local is None else spec.local
         got_k, got_l = a.kl[place].tolist()
         if len(by_age) <= -(-spec.min_ctx // 256) * 256:

@@ -256,27 +256,6 @@ def test_a_fast_prompt_is_counted(
     assert np.array_equal(exact, fast) == (not here)
 
 
-@pytest.mark.parametrize("method", ["dense", SPARSE])
-def test_a_sparse_prompt_is_counted(session: engine.Session, method: str) -> None:
-    """By the key of the spec, from min_ctx on; and never without it."""
-
-    def read(n: int, spec: str) -> tuple[np.ndarray, engine.AttentionInfo]:
-        engine.rewind(session, 0)
-        engine.reset_counters(session)
-        values = logits_with(session, engine.tokenize(session, text_of(n)), spec)
-        return values, engine.info(session)
-
-    sparse = f"{method.removesuffix(',min_ctx=0')},prompt=sparse,prompt_p=0.5"
-    exact, info = read(3000, method)
-    assert info.counter("prompt_visible") == info.counter("prompt_read") == 0
-    some, info = read(3000, sparse)
-    assert 0 < info.counter("prompt_read") < 0.75 * info.counter("prompt_visible")
-    assert info.counter("calls_prefill") > 0
-    assert not np.array_equal(exact, some)
-    _, info = read(900, sparse)
-    assert info.counter("prompt_visible") == 0
-
-
 @pytest.mark.parametrize(
     "line",
     [

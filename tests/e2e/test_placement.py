@@ -154,13 +154,6 @@ def test_prompts_on_the_cpu_in_some_layers(run) -> None:
     assert run(SPARQ, ALL, ON_CPU)["info"]["counters"]["calls_prefill"] == 0
 
 
-def test_sparse_prompts_on_the_cpu_beside_devices(run) -> None:
-    spec = f"{SPARQ},prompt=sparse,prompt_p=0.5"
-    got, alone = run(spec, ALL, ON_CPU, offload_kqv=False), run(spec, 0, "FAKE_DEVICES=0")
-    assert_same(got, alone)
-    assert 0 < got["info"]["counters"]["prompt_read"] < got["info"]["counters"]["prompt_visible"]
-
-
 @pytest.mark.parametrize("order", ["rp", "rpr"])
 def test_prompts_on_the_cpu_beside_replies(order: str, run) -> None:
     options = {"order": order, "unified": True}

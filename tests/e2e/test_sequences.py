@@ -209,15 +209,15 @@ def test_what_is_refused_changes_nothing(model: Model) -> None:
 
 def test_a_sequence_may_repeat_what_all_have(model: Model) -> None:
     """Also a setting that means something only beside one that the text leaves to the context."""
-    all_of = "sparq,rank=8,topk=40,min_ctx=0,top_p=0.9,cap=4,prompt=sparse,prompt_p=0.9"
+    all_of = "sparq,rank=8,topk=40,min_ctx=0,top_p=0.9,cap=4,prompt=f32"
     with context(model, all_of, True) as ctx:
-        for text in ("cap=4", "prompt_p=0.9", "top_p=0.9", "cap=4,prompt_p=0.9"):
+        for text in ("cap=4", "prompt=f32", "top_p=0.9", "cap=4,prompt=f32"):
             ctx.set_sequence(1, f"sparq,{text}")
             assert "top_p=0.9,cap=4" in ctx.info(1)["spec"]
         ctx.set_sequence(1, "sparq,ratio=1")  # which selects nothing
-        assert ctx.info(1)["spec"] == "sparq,ratio=1,min_ctx=0,prompt=sparse,prompt_p=0.9"
-        ctx.set_sequence(1, "dense,prompt_p=0.9")
-        for text, name in (("cap=2", "cap"), ("prompt_p=0.5", "prompt_p"), ("top_p=1", "top_p")):
+        assert ctx.info(1)["spec"] == "sparq,ratio=1,min_ctx=0,prompt=f32"
+        ctx.set_sequence(1, "dense,prompt=f32")
+        for text, name in (("cap=2", "cap"), ("prompt=fast", "prompt"), ("top_p=1", "top_p")):
             with pytest.raises(SpecError, match=f"^{name} is the same for all"):
                 ctx.set_sequence(1, f"sparq,{text}")
 

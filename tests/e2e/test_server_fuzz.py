@@ -25,7 +25,7 @@ GROWTH = (64 if N < 60_000 else 128) << 20
 WARM = 5000  # requests that fill what a server keeps, stock's as well; of fewer, the first tenth
 SPEC = "sparq,rank=8,topk=64,min_ctx=0"
 KEYS = ("ratio", "rank", "topk", "k", "local", "sinks", "min_k", "min_ctx", "mean_v", "shadow")
-KEYS += ("budget", "top_p", "cap", "k_layers", "rank_layers", "prompt", "prompt_p", "gpu_min_mb")
+KEYS += ("budget", "top_p", "cap", "k_layers", "rank_layers", "prompt", "gpu_min_mb")
 WORDS = ["", "1", "0", "-1", "1/8", "1e999", "nan", "f16", "on", "64:64", "dense", "9" * 30, "\x00"]
 JUNK: list[Any] = [None, True, -1, 0, 2**63, 1e308, "", "x" * 70_000, [], {}, [[]], {"a": {}}]
 JUNK += [[None], -0.0, "\ud800", "�" * 9, [1, "2", {}], 2**31 - 1]

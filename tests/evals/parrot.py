@@ -36,4 +36,4 @@ class Parrot:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name in ("decode", "logits", "token_bytes", "is_eog"):
             monkeypatch.setattr(engine, name, getattr(self, name))
-        return SimpleNamespace(path="parrot")
+        return SimpleNamespace(path="parrot", tokens=self.asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,28 @@ def test_squality_asks_all_questions_of_a_story(
     assert first("squality", session, lines(tmp_path / "long.jsonl", [long])) == []
 
 
+def test_gsm8k_asks_after_as_many_worked_examples_as_fit(
+    session: engine.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All questions follow the same ones, and none of these is asked."""
+    answer = "It is 1,000+{0}=<<1000+{0}={1}>>{1:,}.\n#### {1:,}"
+    ask = "1,000 and {}?"
+    rows = [{"question": ask.format(i), "answer": answer.format(i, 1000 + i)} for i in range(200)]
+    one, two, *more = first("gsm8k", session, lines(tmp_path / "test.jsonl", rows), 200)
+    shots, _, asked = engine.detokenize(session, one.prompt).rpartition("Question: ")
+    n_shot = shots.count("Question: ")
+    assert n_shot + 2 + len(more) == 200 and len(one.prompt) > CTX - 600
+    assert engine.detokenize(session, two.prompt).startswith(shots) and asked not in shots
+    assert f"It is 1,000+{one.id}" not in shots and "<<" not in shots
+    score = evals.tasks()["gsm8k"].score
+    right = int(one.answers[0])
+    for reply, want in ((f"####  ${right:,}.", 1), (f"so {right}", 0), (f"\n\n#### {right}", 0)):
+        decoder = Decoder(Parrot(reply.encode()).install(monkeypatch))
+        out = score(decoder, replace(one, prompt=[0]))
+        assert out.score == want
+        assert reply[0] == "\n" or out.more["tokens"] == len(reply) + 1
+
+
 WIKI = " = One fort = \n" + " The hill is old ." * 500 + "\n = = Site = = \n" + " A site ." * 20
 WIKI += "\n = Short = \n A page ."
 
@@ -289,6 +312,7 @@ STORY = {"document": "A cat.", "questions": [{"question_text": "Q", "question_nu
         ("triviaqa", trivia(1) | {"search_results": ["x"]}, "'search_context'"),
         ("cnn_dailymail", {"id": "a", "article": "x" * 5000, "highlights": ""}, "article a"),
         ("squality", STORY, "'responses'"),
+        ("gsm8k", {"question": "1?", "answer": "1"}, "####"),
     ],
 )
 def test_wrong_data_are_named_in_one_line(

@@ -101,9 +101,9 @@ def attend(s: Sources, sel):
     return s.node("attend", params, sel=sel)
 
 
-def prefill(s: Sources, fast: bool = False, keep: float = 0):
+def prefill(s: Sources, fast: bool = False):
     case = s.data.case
-    params = PrefillParams(case.scale, case.max_bias, case.softcap, fast, keep)
+    params = PrefillParams(case.scale, case.max_bias, case.softcap, fast)
     return s.node("prefill", params)
 
 
@@ -158,10 +158,8 @@ def dense_run(ggml: Ggml, data: Data, n_threads: int = 2) -> np.ndarray:
         return g.read(out).reshape(*data.q.shape[:3], -1)
 
 
-def prefill_run(
-    ggml: Ggml, data: Data, n_threads: int = 2, fast: bool = False, keep: float = 0
-) -> np.ndarray:
+def prefill_run(ggml: Ggml, data: Data, n_threads: int = 2, fast: bool = False) -> np.ndarray:
     with ggml.graph() as g:
-        out = prefill(Sources(data, g), fast, keep)
+        out = prefill(Sources(data, g), fast)
         g.compute(out, n_threads=n_threads)
         return g.read(out).reshape(*data.q.shape[:3], -1)

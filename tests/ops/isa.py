@@ -23,9 +23,8 @@ from pyorch.native.prototypes import declare
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
 
-# so little scratch that one thread works on one choice of positions at a time, and 16 on all; and
 # stretches of positions so short that even small prompts have some
-_PARTS = ["-DSPARQ_PARTS_BYTES=40000", "-DSPARQ_STRETCH=128"]
+_PARTS = ["-DSPARQ_STRETCH=128"]
 # name: prefix of the compilers, flags, emulator. The other files of this folder test the kernels as
 # they are built for this machine
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import cases
 import pytest
 import test_prefill
-import test_prefill_choice
 import test_quant
 import test_steps
 from isa import TARGETS, IsaGgml, why_not
@@ -55,23 +54,7 @@ def test_isa_prefill(isa: IsaGgml, fast: bool) -> None:
     check_cases(isa, test_prefill.CASES[::3], partial(test_prefill.check_prefill, fast=fast))
     leak = test_prefill.test_prefill_hidden_positions_never_leak
     for what in ("k", "v"):
-        leak(test_prefill.WHOLE, 0, what, float("nan"), fast, isa)
-
-
-def test_isa_prefill_choice(isa: IsaGgml) -> None:
-    check = partial(test_prefill_choice.check_choice, keep=0.7)
-    check_cases(isa, test_prefill_choice.CASES[::8], check)
-    for value in (float("nan"), float("inf")):
-        test_prefill_choice.test_what_is_not_finite_is_read(value, isa)
-
-
-def test_choices_in_parts(isa: IsaGgml) -> None:
-    """However many query heads choose at a time, which goes by the threads, the bits stay."""
-    if isa.target != QUICK:
-        pytest.skip("compiled with scratch for all of them")
-    for case in test_prefill.CHOICE[::2]:
-        test_prefill.test_threads_are_bit_identical(case, 0.7, False, isa)
-        test_prefill_choice.check_choice(case, 0.7, isa)
+        leak(test_prefill.WHOLE, what, float("nan"), fast, isa)
 
 
 def test_isa_seal_and_select(isa: IsaGgml) -> None:

@@ -135,7 +135,7 @@ def test_few_tokens_feed_many_threads(counting: Counting) -> None:
         with counting.graph() as g:
             k, v = (counting.zeros(g, "f16", 1, n_pos, N_KV, D) for _ in "kv")
             mask = np.zeros((1, 1, n_tok, n_pos), np.float32)
-            params = PrefillParams(D**-0.5, 0, 0, 0, 0)
+            params = PrefillParams(D**-0.5, 0, 0, 0)
             out = g.node("prefill", params, q=query(n_tok, N_KV), k=k, v=v, mask=mask)
             g.compute(out, n_threads=n_threads)
             found = counting.bytes["PREFILL"][:, :8].sum(1)

@@ -125,8 +125,6 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
         "groups_sealed": 0,
         "prefill": 0,
         "prefill_fast": 0,
-        "prefill_visible": 0,
-        "prefill_read": 0,
     }
 
 
