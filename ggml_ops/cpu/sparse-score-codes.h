@@ -64,35 +64,33 @@ struct code_rows {
     const f16 * range_of(int64_t c, int64_t group) const { return (const f16 *) (range + c*(int64_t) nb_range + group*nb_group); }
 };
 
-// res [MAX_GROUPS/4][n_quad][2][LANES] = scales, and what code `mid` stands for, of n_group groups from group0 on; 0 where there is no component or no
-// group
-static inline void load_ranges(float * res, const code_rows & x, int64_t group0, const int32_t * comp, int n_comp, int n_group, float mid) {
+// res [n_quad][2][LANES] = scales, and what code `mid` stands for, of n_group <= 4 groups from `group` on; 0 where there is no component or no group
+static inline void load_ranges(float * res, const code_rows & x, int64_t group, const int32_t * comp, int n_comp, int n_group, float mid) {
     const int n_quad = (n_comp + 3)/4;
-    if (n_comp % 4 != 0 || n_group % 4 != 0) {
-        std::fill(res, res + (n_group + 3)/4*n_quad*2*LANES, 0.0f);
-    }
-    int whole = 0; // components of which n_group/4*4 groups are done
-#if defined(SPARQ_AVX512) // a vector has two components in four groups, scale and zero in turns
-    const __m512i scale = _mm512_setr_epi32(0, 8, 16, 24, 2, 10, 18, 26, 4, 12, 20, 28, 6, 14, 22, 30);
-    const __m512i zero  = _mm512_add_epi32(scale, _mm512_set1_epi32(1));
-    for (; whole + 4 <= n_comp && x.nb_group == 2*sizeof(f16); whole += 4) {
-        for (int j = 0; j + 4 <= n_group; j += 4) {
-            const auto four_of = [&](int c) { return _mm_loadu_si128((const __m128i *) x.range_of(comp[c], group0 + j)); };
-            const auto two     = [&](int c) { return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(four_of(c)), four_of(c + 1), 1)); };
-            const vf a = two(whole), b = two(whole + 2), size = _mm512_permutex2var_ps(a, scale, b);
-            float * to = res + (j/4*n_quad + whole/4)*2*LANES;
-            store(to,         size);
-            store(to + LANES, fma(size, set1(mid), _mm512_permutex2var_ps(a, zero, b)));
+    int i = 0;
+#if defined(SPARQ_X86)
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15); // scales, then zeros
+    for (; i + 4 <= n_comp && n_group == 4 && x.nb_group == 2*sizeof(f16); i += 4, res += 2*LANES) {
+        __m128 r[4];
+        for (int c = 0; c < 4; ++c) {
+            r[c] = _mm_loadu_ps((const float *) x.range_of(comp[i + c], group));
+        }
+        _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+        for (int j = 0; j < 4; ++j) {
+            const __m128i both = _mm_shuffle_epi8(_mm_castps_si128(r[j]), order);
+            const __m128  size = _mm_cvtph_ps(both), zero = _mm_cvtph_ps(_mm_unpackhi_epi64(both, both));
+            _mm_storeu_ps(res + 4*j, size);
+            _mm_storeu_ps(res + LANES + 4*j, _mm_fmadd_ps(size, _mm_set1_ps(mid), zero));
         }
     }
 #endif
-    for (int i = 0; i < n_comp; ++i) {
-        float * to = res + i/4*2*LANES + i % 4;
-        for (int j = i < whole ? n_group/4*4 : 0; j < n_group; ++j) {
-            const f16 * from = x.range_of(comp[i], group0 + j);
-            float * two = to + j/4*n_quad*2*LANES + j % 4*4;
-            two[0]     = to_f32(from[0]);
-            two[LANES] = fmaf(two[0], mid, to_f32(from[1]));
+    std::fill(res, res + (n_quad - i/4)*2*LANES, 0.0f);
+    for (int c = 0; i < n_comp; ++i, ++c) {
+        for (int j = 0; j < n_group; ++j) {
+            const f16 * from = x.range_of(comp[i], group + j);
+            float * to = res + c/4*2*LANES + c % 4 + 4*j;
+            to[0]     = to_f32(from[0]);
+            to[LANES] = fmaf(to[0], mid, to_f32(from[1]));
         }
     }
 }
@@ -124,44 +122,42 @@ static SPARQ_INLINE void coef_steps(float * res, float * step, float * inv, cons
     }
 }
 
-// w[i, j] = round(coef[i]*scale[i, j]/step[j]); base[j] = sum_i coef[i]*middle[i, j] - w[i, j]*step[j]*mid, mid the middle code
+// of the groups j0 to j0 + 3: w[i, j] = round(coef[i]*scale[i, j]/step[j]); base[j] = sum_i coef[i]*middle[i, j] - w[i, j]*step[j]*mid, mid the middle code
 // NUMERICS: rounding a coefficient costs less than the codes themselves do (test_scan_equals_the_values_of_the_codes). The part of its error
 // that all positions share, which is that of a code in the middle, goes into the base
 //   coef [n_quad][4], 0 where there is no component; range: what load_ranges made
-static inline void make_coef(group_coef & res, const float * coef, const float * range, int n_quad, int n_group, int n_bit) {
+static inline void make_coef(group_coef & res, int j0, const float * coef, const float * range, int n_quad, int n_bit) {
     GGML_ASSERT(n_bit == 8 || n_bit == 4);
     const float most = (float) ggml_sparse_coef_max(n_bit), mid = ggml_sparse_code_max(n_bit)/2.0f;
-    for (int j0 = 0; j0 < n_group; j0 += 4, range += n_quad*2*LANES) {
-        float x[LANES], step[LANES], inv[LANES];
-        coef_steps(res.step + j0, step, inv, coef, range, n_quad, most);
+    float x[LANES], step[LANES], inv[LANES];
+    coef_steps(res.step + j0, step, inv, coef, range, n_quad, most);
 
-        vf base[N_VEC], sum[N_VEC];
+    vf base[N_VEC], sum[N_VEC];
+    SPARQ_UNROLL
+    for (int v = 0; v < N_VEC; ++v) {
+        base[v] = sum[v] = set1(0.0f);
+    }
+    for (int q = 0; q < n_quad; ++q) {
         SPARQ_UNROLL
         for (int v = 0; v < N_VEC; ++v) {
-            base[v] = sum[v] = set1(0.0f);
-        }
-        for (int q = 0; q < n_quad; ++q) {
-            SPARQ_UNROLL
-            for (int v = 0; v < N_VEC; ++v) {
-                const float * r = range + q*2*LANES + v*W;
-                const vf c = load_quad(coef + 4*q, v), b = round_even(mul(mul(c, load(r)), load(inv + v*W)));
-                const vf w = select(eq(b, b), b, set1(0.0f)); // where the product is beyond f32 it is NaN, which has no whole number
-                base[v] = fma(c, load(r + LANES), base[v]);
-                sum[v]  = add(w, sum[v]);
-                const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
-                store_low(res.w0 + 4*(q*MAX_GROUPS + j0) + v*W, to_int(w0), W);
-                if (n_bit == 8) {
-                    store_low(res.w1 + 4*(q*MAX_GROUPS + j0) + v*W, to_int(sub(w, mul(w0, set1(64.0f)))), W);
-                }
+            const float * r = range + q*2*LANES + v*W;
+            const vf c = load_quad(coef + 4*q, v), b = round_even(mul(mul(c, load(r)), load(inv + v*W)));
+            const vf w = select(eq(b, b), b, set1(0.0f)); // where the product is beyond f32 it is NaN, which has no whole number
+            base[v] = fma(c, load(r + LANES), base[v]);
+            sum[v]  = add(w, sum[v]);
+            const vf w0 = n_bit == 4 ? w : round_even(mul(w, set1(1.0f/64.0f)));
+            store_low(res.w0 + 4*(q*MAX_GROUPS + j0) + v*W, to_int(w0), W);
+            if (n_bit == 8) {
+                store_low(res.w1 + 4*(q*MAX_GROUPS + j0) + v*W, to_int(sub(w, mul(w0, set1(64.0f)))), W);
             }
         }
-        SPARQ_UNROLL
-        for (int v = 0; v < N_VEC; ++v) {
-            store(x + v*W, sub(base[v], mul(sum[v], mul(load(step + v*W), set1(mid)))));
-        }
-        for (int j = 0; j < 4; ++j) {
-            res.base[j0 + j] = (x[4*j] + x[4*j + 1]) + (x[4*j + 2] + x[4*j + 3]);
-        }
+    }
+    SPARQ_UNROLL
+    for (int v = 0; v < N_VEC; ++v) {
+        store(x + v*W, sub(base[v], mul(sum[v], mul(load(step + v*W), set1(mid)))));
+    }
+    for (int j = 0; j < 4; ++j) {
+        res.base[j0 + j] = (x[4*j] + x[4*j + 1]) + (x[4*j + 2] + x[4*j + 3]);
     }
 }
 
@@ -292,7 +288,7 @@ constexpr int ZIP_HEADS = 2;
 // bytes that score_codes needs
 static inline size_t code_scratch(int n_head, int n_comp) {
     const size_t n_quad = (n_comp + 3)/4;
-    return n_head*(sizeof(group_coef) + 2*n_quad*4*MAX_GROUPS) + n_quad*(4 + MAX_GROUPS/4*2*LANES)*sizeof(float);
+    return n_head*(sizeof(group_coef) + 2*n_quad*4*MAX_GROUPS + n_quad*4*sizeof(float)) + n_quad*2*LANES*sizeof(float);
 }
 
 // of one KV head, for the positions t0 <= t < t1 (multiples of GROUP), which touch no more than MAX_GROUPS groups
@@ -300,21 +296,25 @@ static inline size_t code_scratch(int n_head, int n_comp) {
 template <int N_BIT>
 static void score_codes(float * s, int64_t ld_s, int n_head, const code_rows & x, const int32_t * comp, int n_comp,
         const float * coef, int ld_coef, int64_t t0, int64_t t1, const scan_next & next, void * scratch) {
-    constexpr int ALL_QUADS = PASS_COMPONENTS/4;
-    const int     n_group = (int) ((t1 - t0)/GROUP);
-    const int     n_quad  = (n_comp + 3)/4;
+    constexpr int   ALL_QUADS = PASS_COMPONENTS/4;
+    constexpr float MID = ggml_sparse_code_max(N_BIT)/2.0f;
+    const int     n_group = (int) ((t1 - t0)/GROUP), n_quad = (n_comp + 3)/4;
     const int64_t at      = ggml_sparse_shadow_bytes(t0, N_BIT), then = (t0 + next.dt)/GROUP;
 
     float      * range = (float *) scratch;
-    float      * quads = range + n_quad*MAX_GROUPS/4*2*LANES; // [n_quad][4] coefficients
-    group_coef * gc    = (group_coef *) (quads + 4*n_quad);   // [n_head]
+    float      * quads = range + n_quad*2*LANES;                     // [n_head][n_quad][4] coefficients
+    group_coef * gc    = (group_coef *) (quads + n_head*4*n_quad);   // [n_head]
     int8_t     * w     = (int8_t *) (gc + n_head);
-    load_ranges(range, x, t0/GROUP, comp, n_comp, n_group, ggml_sparse_code_max(N_BIT)/2.0f);
     for (int h = 0; h < n_head; ++h, w += 2*n_quad*4*MAX_GROUPS) {
-        std::fill(std::copy_n(coef + h*ld_coef, n_comp, quads), quads + 4*n_quad, 0.0f);
+        std::fill(std::copy_n(coef + h*ld_coef, n_comp, quads + h*4*n_quad), quads + (h + 1)*4*n_quad, 0.0f);
         gc[h].w0 = w;
         gc[h].w1 = w + n_quad*4*MAX_GROUPS;
-        make_coef(gc[h], quads, range, n_quad, n_group, N_BIT);
+    }
+    for (int j = 0; j < n_group; j += 4) {
+        load_ranges(range, x, t0/GROUP + j, comp, n_comp, std::min(4, n_group - j), MID);
+        for (int h = 0; h < n_head; ++h) {
+            make_coef(gc[h], j, quads + h*4*n_quad, range, n_quad, N_BIT);
+        }
     }
 
     const auto each_next_range = [&](auto f) { // a line of each component holds those of 16 groups

@@ -150,7 +150,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
 
     // the tiles of this block that have something to see
     const auto next = [&](int64_t tile) {
-        while (!sel && tile < n_tile && vis[tile] == 0) {
+        while (!sel && tile < n_tile && vis[tile*ATTEND_TILE/GROUP] == 0) {
             tile += n_split;
         }
         return tile;

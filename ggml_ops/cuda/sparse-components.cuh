@@ -67,8 +67,9 @@ __device__ __forceinline__ void copy_states(score_shared<N_BIT, GB, NT> & m, con
 // the ranges of component c in the groups that tell how far it spreads, as they are read
 struct spread_ranges {
     static constexpr int N = GGML_SPARSE_SPREAD_GROUPS;
-    float width[N], low[N]; // of a code, < 0: none; what code 0 is
-    int   n_sealed;         // groups
+    unsigned raw[N]; // scale and zero, 0: none
+    unsigned known;  // a bit each
+    int      n_sealed; // groups
 
     // c < a.d, or nothing is read; after copy_states()
     template <int N_BIT, int GB, int NT>
@@ -77,33 +78,32 @@ struct spread_ranges {
         const int32_t * states = a.sealed + s*a.n_grp;
         const auto is_sealed = [&](int g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : ggml_sparse_is_sealed(states[g], i); };
         n_sealed = (int) ggml_sparse_sealed_groups((int) a.n_kv, is_sealed);
+        known    = 0;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const int    g     = (int) ggml_sparse_spread_group(j, n_sealed);
-            const bool   is_in = c < a.d && n_sealed > 0 && is_sealed(g);
-            const half * range = a.k_range.at<const half>(h_kv*a.d + c, g, s);
-            width[j] = is_in ? __half2float(range[0]) : -1.0f;
-            low[j]   = is_in ? __half2float(range[1]) : 0.0f;
+            const int  g     = (int) ggml_sparse_spread_group(j, n_sealed);
+            const bool is_in = c < a.d && n_sealed > 0 && is_sealed(g);
+            raw[j] = is_in ? *a.k_range.at<const unsigned>(h_kv*a.d + c, g, s) : 0;
+            known |= (unsigned) is_in << j;
         }
     }
 
     // the spread, as the contract of SCORE says; middle: the mean of the ranges' middles
     __device__ __forceinline__ float spread(int code_max, float * middle) const {
-        float mid[N], mean = 0.0f, square = 0.0f;
-        int   n = 0;
+        float mean = 0.0f, square = 0.0f;
+        const int  n      = __popc(known);
+        const auto mid_of = [&](int j) { return f16_pair(raw[j]).y + 0.5f*f16_pair(raw[j]).x*code_max; };
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const float x = fmaxf(width[j], 0.0f)*code_max;
-            mid[j]  = low[j] + 0.5f*x;
-            mean   += mid[j];
+            const float x = f16_pair(raw[j]).x*code_max;
+            mean   += mid_of(j);
             square += x*x/(GGML_SPARSE_SPREAD_WIDTH*GGML_SPARSE_SPREAD_WIDTH);
-            n      += width[j] >= 0.0f;
         }
         const float inv = __fdiv_rn(1.0f, (float) max(n, 1));
         *middle = mean*inv;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            square += width[j] >= 0.0f ? (mid[j] - mean*inv)*(mid[j] - mean*inv) : 0.0f;
+            square += known >> j & 1 ? (mid_of(j) - mean*inv)*(mid_of(j) - mean*inv) : 0.0f;
         }
         return n > 0 ? __fsqrt_rn(square*inv) : 1.0f;
     }

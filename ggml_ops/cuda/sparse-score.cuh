@@ -80,9 +80,7 @@ template <>          struct codes<8> { using type = uint4; };
 
 // where those of a lane begin, of the eight that share a group
 template <int N_BIT>
-__device__ __forceinline__ int64_t codes_at(int64_t group, int lane) {
-    return ggml_sparse_shadow_bytes(group*GROUP, N_BIT) + lane % 8*(PER_LANE*N_BIT/8);
-}
+__device__ __forceinline__ int codes_at(int group, int lane) { return (group*GROUP + lane % 8*PER_LANE)/(8/N_BIT); }
 
 // components whose codes are read at once
 template <int N_BIT, int GB> constexpr int AT_ONCE = N_BIT == 4 && GB == 1 ? 16 : N_BIT != 16 || GB == 1 ? 8 : 4;

@@ -131,7 +131,7 @@ def test_attn_sinks_mean_v(ggml: Ggml) -> None:
     """With exact scores the share of what was left out is exact: a sink takes mass, but none that
     v_mean may have. V is the same everywhere, so the result says how much of it came in.
     """
-    case = Case(n_kv=501, heads=(4, 4), topk="64", local=0, extra="mean_v+sinks", mask="open")
+    case = Case(n_kv=501, heads=(4, 4), topk="64", local=0, extra="mean_v+sinks", seed=2)
     data = cases.make(case)
     data.v[:] = 2.0
     data.v_sum[:] = 2.0 * GROUP
@@ -168,18 +168,6 @@ def test_score_sealed_equals_unsealed(type_k: str, ggml: Ggml) -> None:
     for sealed in ("all", "mixed"):
         assert np.array_equal(np.isneginf(logits[sealed]), ~seen)
         assert np.abs(logits[sealed][seen] - logits["none"][seen]).max() <= 64 * EPS32
-
-
-def test_k_t_needs_no_room_for_an_incomplete_group(ggml: Ggml) -> None:
-    data = cases.make(Case(n_kv=1000, heads=(8, 2), sealed="all", mask="part", batch=(2, 1)))
-    got = []
-    for n_pos in (data.k_t.shape[2], 1000 // GROUP * GROUP):
-        with ggml.graph() as g:
-            s = Sources(replace(data, k_t=data.k_t[..., :n_pos].copy()), g)
-            logits, fused = graphs.score(s), graphs.score_select(s)
-            g.compute(logits, fused)
-            got.append((g.read(logits), g.read(fused)))
-    assert all(np.array_equal(a, b) for a, b in zip(*got, strict=True))
 
 
 def test_score_uses_model_scale(ggml: Ggml) -> None:
