@@ -129,15 +129,12 @@ def test_codes_hold_k_to_half_a_step(ggml, n_bit, n_kv, d, n_head_kv, n_stream, 
     k = keys(rng, (n_stream, n_kv, n_head_kv, d), type_k)
     n_grp = n_kv // GROUP
     shadow = Shadow.empty(n_bit, n_stream, n_head_kv * d, n_kv)
-    sealed = np.zeros((n_stream, n_grp), np.int32)
     order = np.stack([rng.permutation(n_grp) for _ in range(n_stream)])
     for i in range(0, n_grp, 3):
-        groups = np.full((n_stream, 4), -1, np.int32)
         part = order[:, i : i + 3]
-        groups[:, : part.shape[1]] = part
-        np.put_along_axis(sealed, part, 1, axis=1)
-        hidden = k.copy()  # what is not sealed may hold anything
-        hidden[np.repeat(sealed, GROUP, axis=1) == 0] = np.nan
+        groups = np.pad(part, ((0, 0), (0, 1)), constant_values=-1)
+        listed = (part[:, None] == np.arange(n_kv)[None, :, None] // GROUP).any(axis=2)
+        hidden = np.where(listed[..., None, None], k, np.nan)  # the others may hold anything
         shadow = seal(ggml, shadow, hidden, groups, type_k, n_threads=1 + i % 3)
 
     parts = k.reshape(n_stream, n_grp, GROUP, -1).astype(np.float32)

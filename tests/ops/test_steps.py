@@ -132,9 +132,7 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
 @pytest.mark.parametrize("rank", [1, 5, 63])
 def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
     """Components of equal |q|: the lowest ones are kept. With keys that tell which ones were."""
-    case = Case(
-        n_kv=128, heads=(n_head, 1), rank=str(rank), mask="open", sealed="all", type_k="f32"
-    )
+    case = Case(128, heads=(n_head, 1), rank=str(rank), mask="open", sealed="all", type_k="f32")
     data = cases.make(case)
     data.q[:] = np.round(data.q / 3)
     data.k[0, :, 0] = np.tile(np.eye(64) * 4, (2, 1))  # position t sees component t % 64
