@@ -32,6 +32,7 @@ template <int N_BIT, int GB, int NT>
 struct alignas(16) score_shared {
     static constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
     static constexpr int  N_WARP = NT/32;
+    static constexpr int  N_SLOT = N_BIT == 4 && GB > 1 && NT == N_THREAD ? 1 : RUN/GROUP; // a layer scans 4 bits of several heads by groups
 
     float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
     float    coef[GB][D_MAX];       // per kept component
@@ -39,7 +40,7 @@ struct alignas(16) score_shared {
     float    size[D_MAX];           // sum over the heads of |q|, times the spread
     float    spread[D_MAX];
     // whole coefficients of each warp, for the groups of its run, see make_coef(). The padding keeps those of several groups in different banks
-    int8_t   w0[HAS_CODES ? N_WARP : 1][RUN/GROUP][GB][NT + 4], w1[N_BIT == 8 ? N_WARP : 1][RUN/GROUP][GB][NT + 4];
+    int8_t   w0[HAS_CODES ? N_WARP : 1][N_SLOT][GB][NT + 4], w1[N_BIT == 8 ? N_WARP : 1][N_SLOT][GB][NT + 4];
     int16_t  comp[D_MAX];           // kept components, ascending
     unsigned sealed[HAS_CODES ? N_STATE/32 : 1]; // a bit per group
     unsigned rows[N_WARP];          // the groups of a warp's run that are read from K, a bit each
