@@ -402,7 +402,7 @@ def test_memory_is_checked_with_the_shadow(tiny: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")
         with pytest.raises(SparqError, match="1.01 MiB.* 977 KiB"):
             engine.set_attention(s, spec)
-        monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(1 << 20))
+        monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str((1 << 20) + (16 << 10)))
         engine.set_attention(s, spec)
         monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000000")
         engine.set_attention(s, spec)  # it is there already
