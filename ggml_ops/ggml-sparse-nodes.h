@@ -8,8 +8,8 @@
 
 // Which slot of src[] holds which tensor, by step: X(tensor, slot). A slot that a step does not name, or a tensor that is not given, is NULL.
 // A tensor has the same slot in every step, but for SEAL's v and v_sum, and there are at most GGML_MAX_SRC = 10. For one more tensor of a shadow
-// slots 3 and 9 are free in SCORE_SELECT, and slot 3 in SCORE and in SEAL; ATTEND is full.
-#define GGML_SPARSE_SRC_SEAL(X)         X(list, 0)   X(k, 1)                        X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7) X(v, 8)      X(v_sum, 9)
+// slots 3 and 9 are free in SCORE_SELECT, slot 3 in SCORE, slots 3 and 5 in SEAL; ATTEND is full.
+#define GGML_SPARSE_SRC_SEAL(X)         X(list, 0)   X(k, 1)                        X(stats, 4)              X(k_t, 6) X(k_range, 7) X(v, 8)      X(v_sum, 9)
 #define GGML_SPARSE_SRC_VISIBLE(X)                           X(mask, 2)
 #define GGML_SPARSE_SRC_SCORE(X)        X(q, 0)      X(k, 1) X(mask, 2)             X(stats, 4) X(sealed, 5) X(k_t, 6) X(k_range, 7)              X(visible, 9)
 #define GGML_SPARSE_SRC_SELECT(X)       X(logits, 0)                                                                                 X(wanted, 8)

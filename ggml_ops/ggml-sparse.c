@@ -44,21 +44,19 @@ static void assert_sealed(const struct ggml_tensor * sealed, int64_t n_kv, int64
     GGML_ASSERT(sealed->ne[0] == ggml_sparse_n_groups(n_kv) && sealed->ne[1] == n_stream);
 }
 
-// k_t [n_pos_t, d_k*n_head_kv, n_stream] f16, or codes with their ranges [2, d_k*n_head_kv, n_run_t, n_stream]
+// k_t [n_pos_t, d_k*n_head_kv, n_stream] f16, or codes with their ranges [2, d_k*n_head_kv, n_grp_t, n_stream]
 static void assert_k_t(const struct ggml_tensor * k_t, const struct ggml_tensor * k_range, const struct ggml_tensor * k, int32_t n_bit) {
     GGML_ASSERT(k_t->ne[1] == k->ne[0]*k->ne[1] && k_t->ne[2] == k->ne[3] && k_t->nb[0] == ggml_type_size(k_t->type));
     GGML_ASSERT(ggml_sparse_shadow_name(n_bit));
-    if (!ggml_sparse_has_codes(n_bit)) {
-        // SEAL writes each group that begins within a row, as far as K goes
-        const int64_t n_pos_t = k_t->ne[0], n_kv = k->ne[2];
-        GGML_ASSERT(n_pos_t >= n_kv || n_pos_t == (ggml_sparse_n_groups(n_kv) - 1)*GGML_SPARSE_GROUP);
-        GGML_ASSERT(k_t->type == GGML_TYPE_F16 && !k_range);
+    const int64_t n_group = k->ne[2]/GGML_SPARSE_GROUP; // whole ones
+    const bool    codes   = ggml_sparse_has_codes(n_bit);
+    GGML_ASSERT(k_t->type == (codes ? GGML_TYPE_I8 : GGML_TYPE_F16) && !k_range == !codes);
+    GGML_ASSERT(k_t->ne[0]*(int64_t) k_t->nb[0] >= ggml_sparse_shadow_bytes(n_group*GGML_SPARSE_GROUP, n_bit));
+    if (!codes) {
         return;
     }
-    const int64_t n_run = (k->ne[2] + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
-    GGML_ASSERT(k_t->type == GGML_TYPE_I8 && k_t->ne[0] >= ggml_sparse_shadow_bytes(n_run*GGML_SPARSE_RUN, n_bit));
-    GGML_ASSERT(k_range && k_range->type == GGML_TYPE_F32 && k_range->nb[0] == sizeof(float));
-    GGML_ASSERT(k_range->ne[0] == 2 && k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_run && k_range->ne[3] == k->ne[3]);
+    GGML_ASSERT(k_range->type == GGML_TYPE_F16 && k_range->nb[0] == sizeof(ggml_fp16_t) && k_range->ne[0] == 2);
+    GGML_ASSERT(k_range->ne[1] == k_t->ne[1] && k_range->ne[2] >= n_group && k_range->ne[3] == k->ne[3]);
 }
 
 // V has the heads, positions and streams of K
@@ -146,11 +144,6 @@ struct ggml_tensor * ggml_sparse_attn_seal(struct ggml_context * ctx, const stru
     assert_kv(s.k);
     assert_k_t(s.k_t, s.k_range, s.k, params.n_bit);
     assert_rot(params.n_rot, s.k->ne[0]);
-    if (ggml_sparse_has_codes(params.n_bit)) {
-        assert_sealed(s.sealed, s.k->ne[2], s.k->ne[3]);
-    } else {
-        s.sealed = NULL;
-    }
     if (s.v_sum) {
         assert_v(s.v, s.k);
         assert_v_sum(s.v_sum, s.v);

@@ -66,19 +66,16 @@ struct ggml_sparse_src {
 };
 
 // SEAL
-//   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one component (strides may be padded). n_pos_t >= n_kv, or
-//                                                            without the last group, which is never sealed then
-//          [n_pos_t*n_bit/8, d_k*n_head_kv, n_stream] i8     or its codes, n_bit = 8 or 4; n_pos_t a multiple of GGML_SPARSE_RUN. The
-//                                                            layout is sparse-codes.h's business
-//   k_range [2, d_k*n_head_kv, n_run_t, n_stream]   f32      scale and zero of each run of codes, or NULL with f16
+//   k_t    [n_pos_t, d_k*n_head_kv, n_stream]       f16      transposed K: row = one component (strides may be padded), with room for the
+//                                                            groups that lie wholly below n_kv
+//          [n_pos_t*n_bit/8, d_k*n_head_kv, n_stream] i8     or its codes, n_bit = 8 or 4. The layout is sparse-codes.h's business
+//   k_range [2, d_k*n_head_kv, n_grp_t, n_stream]   f16      scale and zero of each group of codes, or NULL with f16
 //   v_sum  [d_v*n_head_kv, n_sum_t, n_stream]       f32      sums of V over each group, and over GGML_SPARSE_SUM groups (true where all
 //                                                            of them are sealed); n_sum_t >= ggml_sparse_n_sum_rows(n_grp). Or NULL
 //   k      [d_k, n_head_kv, n_kv, n_stream]         any
 //   v      [d_v, n_head_kv, n_kv, n_stream]         any      (may be NULL when v_sum is NULL)
-//   list   [n_list, n_stream]                       i32      group numbers to seal, ascending (else some work is done twice), < 0: none
-//   sealed [n_grp, n_stream]                        i32      with codes: the groups that are sealed after this node, those of list among
-//                                                            them (a run is coded anew with all its sealed groups), else NULL. With
-//                                                            codes only groups that lie wholly below n_kv count
+//   list   [n_list, n_stream]                       i32      groups to seal, ascending (else some work is done twice), < 0: none. Only
+//                                                            those count that lie wholly below n_kv
 //   stats  [GGML_SPARSE_STAT_COUNT]                 i64      or NULL
 //   res    a view of k_t
 //   values beyond the range of f16 are clamped to +-GGML_SPARSE_SHADOW_MAX (k_t only ranks)
@@ -97,7 +94,9 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx
 //   q        [d_k, n_head, n_tok, n_stream]         f32
 //   k        [d_k, n_head_kv, n_kv, n_stream]       any
 //   k_t      as for SEAL, the tensor it returned; NULL: exact scores from k
-//   sealed   [n_grp, n_stream]                      i32      != 0: the group may be read from k_t; otherwise from k. NULL with k_t NULL
+//   sealed   [n_grp, n_stream]                      i32      1 + the first token of the stream that may read the group from k_t, 0: none may;
+//                                                            the others read k. So a group that a token of this batch completes is one
+//                                                            for those after it. Only groups that SEAL has written. NULL with k_t NULL
 //   mask     [n_kv, n_tok, 1, n_stream]             f16
 //   visible  from VISIBLE
 //   stats    i64 or NULL
@@ -108,10 +107,10 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_visible(struct ggml_context * ctx
 //     (ties: lowest c),
 //     logit[h,t] = sum_c q[h,c]*k[t,c] * scale / sqrt(|p_r|_1 / |p|_1)         (eq. 7 and 9: equals 1/tau for scale = 1/sqrt(d_k))
 //     where |p_r|_1 and |p|_1 are per query head; a head whose kept p are all 0, or whose |p|_1 is beyond f32 (q holds inf), has logits 0.
-//   spread[c] estimates the standard deviation of component c of K, since one that hardly varies ranks nothing: from the ranges of the runs
-//     j*n_run/4, j = 0..3, all of whose groups are sealed, it is sqrt(mean of (w/6)^2 + variance of z), w being the width of a
-//     run's range and z its middle (512 normal values span 6 standard deviations). 1 with f16, as in the paper, and where there is no such run.
-//     n_run are the runs of the stream that are sealed, found by ggml_sparse_sealed_runs(): not n_kv, which another stream may have raised
+//   spread[c] estimates the standard deviation of component c of K, since one that hardly varies ranks nothing: from the ranges of the groups
+//     j*n/8, j = 0..7, that are sealed, it is sqrt(mean of (w/5.2)^2 + variance of z), w being the width of a group's range and z its middle (128
+//     normal values span 5.2 standard deviations). 1 with f16, as in the paper, and where there is no such group. n are the groups of the
+//     stream that the token finds sealed, by ggml_sparse_sealed_groups(): not n_kv, which another stream may have raised
 //   then softcap, then + slope(h)*mask. Hidden positions are -inf whatever K holds there (NaN included).
 //   acc f32; the order of additions depends on the shapes only, not on the number of threads. From codes: coefficients rounded to whole
 //   numbers, sums of integers (docs/numerics.md, 11a)
@@ -162,7 +161,7 @@ GGML_API struct ggml_tensor * ggml_sparse_attn_score_select(
 //   sel      the result of SELECT or SCORE_SELECT, or NULL: all visible positions (exact dense). A token whose n_sel is GGML_SPARSE_SELECT_ALL gets what
 //            it gets without sel, bit for bit on the CPU, without the mean of V, and counts as dense
 //   v_sum    [d_v*n_head_kv, n_sum_t, n_stream]     f32      with mean_v
-//   sealed   [n_grp, n_stream]                      i32      with mean_v: the groups whose sums are in v_sum
+//   sealed   [n_grp, n_stream]                      i32      with mean_v, as for SCORE: the groups whose sums are in v_sum
 //   sinks    [n_head]                               f32      or NULL
 //   stats    i64 or NULL
 //   res      [d_v*n_head, n_tok*n_stream]           f32      zeros where a token sees nothing

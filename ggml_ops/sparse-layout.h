@@ -11,7 +11,7 @@
 #include <type_traits>
 
 // Raise it where a tensor comes to mean something else and nothing below says so: the order of `wanted`, say
-#define GGML_SPARSE_LAYOUT_EDITION 1
+#define GGML_SPARSE_LAYOUT_EDITION 2
 
 // FNV-1a
 struct ggml_sparse_layout_hash {
@@ -48,14 +48,13 @@ constexpr uint32_t ggml_sparse_layout() {
 
     // the shadow: its parts, the order of its codes, the rows of the sums
     h.number(GGML_SPARSE_GROUP);
-    h.number(GGML_SPARSE_RUN);
     h.number(GGML_SPARSE_SUM);
     h.number(GGML_SPARSE_LINE);
 #define X(bits, name) \
     h.number(bits); \
     h.text(name); \
-    h.number(ggml_sparse_seal_span(bits)); \
-    h.number(ggml_sparse_shadow_bytes(GGML_SPARSE_RUN, bits)); \
+    h.number(ggml_sparse_shadow_bytes(GGML_SPARSE_GROUP, bits)); \
+    h.number(ggml_sparse_range_bytes(bits)); \
     for (int i = 0; i < 2*ggml_sparse_line_pos(bits) && ggml_sparse_has_codes(bits); ++i) { \
         h.number(ggml_sparse_code_byte(i, bits)); \
         h.number(ggml_sparse_code_shift(i, bits)); \

@@ -8,14 +8,12 @@
 //   name       size                   what it is                                                who goes by it
 //   cell       1 position             a place in the KV cache                                   everyone
 //   line       64 bytes               codes of a component: 64 cells of 8 bits, 128 of 4        the scans and SEAL
-//   group      64 cells               what is sealed; `visible` counts in them, v_sum has a     every op, and llama/
-//                                     row for each
-//   run        512 cells, 8 groups    the cells of a component that share a scale and a         SEAL and SCORE with codes; SCORE on CUDA
-//                                     zero, and are therefore coded at once                     whatever k_t is
-//   sum block  16 groups, 1024 cells  groups whose sums of V are summed once more               SEAL, and ATTEND with mean_v
-#define GGML_SPARSE_GROUP 64  // cells
-#define GGML_SPARSE_RUN   512 // cells
-#define GGML_SPARSE_SUM   16  // groups
+//   group      128 cells              what is sealed, once, when it is complete: its codes      every op, and llama/
+//                                     share a scale and a zero. `visible` counts in groups,
+//                                     v_sum has a row for each
+//   sum block  8 groups, 1024 cells   groups whose sums of V are summed once more               SEAL, and ATTEND with mean_v
+#define GGML_SPARSE_GROUP 128 // cells
+#define GGML_SPARSE_SUM   8   // groups
 
 #if defined(__CUDACC__)
 #define GGML_SPARSE_INLINE static constexpr __host__ __device__

@@ -19,8 +19,8 @@ import numpy as np
 import oracle
 from gguf import GGMLQuantizationType, quants
 
-GROUP = 64  # GGML_SPARSE_GROUP
-SUM = 16  # GGML_SPARSE_SUM
+GROUP = 128  # GGML_SPARSE_GROUP
+SUM = 8  # GGML_SPARSE_SUM
 BLOCKS = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 F16_MAX = 65504.0
 ITEM = {"f16": 2, "bf16": 2, "f32": 4}
@@ -386,6 +386,7 @@ def make(case: Case) -> Data:
         "none": np.zeros((n_stream, n_grp)),
         "mixed": rng.random((n_stream, n_grp)) < 0.6,
     }[case.sealed].astype(np.int32)
+    sealed[:, case.n_kv // GROUP :] = 0  # whole groups only
 
     n_pos_t = n_grp * GROUP + (GROUP if case.strided else 0)
     k_t = poison((n_stream, n_head_kv * case.d, n_pos_t), rng)
@@ -394,17 +395,13 @@ def make(case: Case) -> Data:
     summed = np.zeros((n_stream, n_sum, SUM), bool)
     k_back = turn_back(k, case.n_rot)
     for s, i in zip(*np.nonzero(sealed), strict=True):
-        cells = slice(i * GROUP, min((i + 1) * GROUP, case.n_kv))
-        n = cells.stop - cells.start
+        cells = slice(i * GROUP, (i + 1) * GROUP)
         with np.errstate(invalid="ignore"):
-            k_t[s, :, cells.start : cells.stop] = np.clip(
-                k_back[s, cells].reshape(n, -1).T, -F16_MAX, F16_MAX
+            k_t[s, :, cells] = np.clip(k_back[s, cells].reshape(GROUP, -1).T, -F16_MAX, F16_MAX)
+            v_sum[s, i // SUM, i % SUM] = (
+                v[s, cells].reshape(GROUP, -1).astype(np.float64).sum(axis=0)
             )
-            if n == GROUP:
-                v_sum[s, i // SUM, i % SUM] = (
-                    v[s, cells].reshape(n, -1).astype(np.float64).sum(axis=0)
-                )
-                summed[s, i // SUM, i % SUM] = True
+        summed[s, i // SUM, i % SUM] = True
     with np.errstate(invalid="ignore"):
         totals = v_sum[:, :, :SUM].astype(np.float64).sum(axis=2)
     v_sum[:, :, SUM] = np.where(summed.all(axis=2)[..., None], totals, v_sum[:, :, SUM])

@@ -61,20 +61,19 @@ def hadamard(x: np.ndarray, n_rot: int) -> np.ndarray:
 
 
 def spread_of(ranges: np.ndarray, sealed: np.ndarray, n_kv: int, n_bit: int) -> np.ndarray:
-    """How far each component of K spreads, by the ranges of four of its runs (SCORE in
+    """How far each component of K spreads, by the ranges of eight of its groups (SCORE in
     ggml-sparse.h).
 
-    ranges (n_run, d, 2): scale and zero; sealed (n_grp,) -> (d,). Ones with 16 bits.
+    ranges (n_grp, d, 2): scale and zero; sealed (n_grp,) -> (d,). Ones with 16 bits.
     """
-    # the sealed runs come first, so the first that is not is found by halving
-    n_run = bisect_left(range(n_kv // 512), True, key=lambda r: not sealed[8 * r + 7])
-    runs = [j * n_run // 4 for j in range(4)]
-    whole = [r for r in runs if r < n_run and all(sealed[8 * r : 8 * r + 8])]
-    if n_bit == 16 or not whole:
+    # the sealed groups come first, so the first that is not is found by halving
+    n = bisect_left(range(n_kv // 128), True, key=lambda g: not sealed[g])
+    groups = [j * n // 8 for j in range(8) if n and sealed[j * n // 8]]
+    if n_bit == 16 or not groups:
         return np.ones(ranges.shape[1])
-    scale, zero = np.moveaxis(ranges[whole].astype(F64), 2, 0)
+    scale, zero = np.moveaxis(ranges[groups].astype(F64), 2, 0)
     width = scale * (2**n_bit - 1)
-    return np.sqrt(((width / 6) ** 2).mean(axis=0) + (zero + width / 2).var(axis=0))
+    return np.sqrt(((width / 5.2) ** 2).mean(axis=0) + (zero + width / 2).var(axis=0))
 
 
 def select_components(q: np.ndarray, rank: int, spread: np.ndarray | None = None) -> np.ndarray:

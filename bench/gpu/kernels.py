@@ -28,7 +28,7 @@ import numpy as np
 from bench import plot
 from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
 from pyorch import native
-from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, RUN, SHADOW_BYTES
+from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, SHADOW_BYTES
 from pyorch.cli.bench.measurement import Done, Measurement
 from pyorch.cli.groups import option
 from pyorch.cli.terminal import note
@@ -208,9 +208,9 @@ def sparq(
     inputs["wanted"] = new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch)
     stats = new("i64", len(STATS))
     visible = base.ggml_sparse_attn_visible(ctx, mask)
-    n_run, chan = -(-c.positions // RUN), D * c.n_head_kv
+    chan = D * c.n_head_kv
     n_sums = -(-c.n_group // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1)
-    width = c.positions if bits == 16 else n_run * RUN * bits // 8
+    width = c.positions if bits == 16 else c.n_group * GROUP * bits // 8
     params = slots.ScoreSelectParams(
         slots.ScoreParams(c.rank, scale, 0.0, 0.0, bits),
         slots.SelectParams(c.topk, c.n_head_kv, LOCAL, mean_v),
@@ -219,7 +219,7 @@ def sparq(
     for qi, (k, v) in zip(q, kv, strict=True):
         shadow = {
             "k_t": new("f16" if bits == 16 else "i8", width, chan, c.batch),
-            "k_range": None if bits == 16 else new("f32", 2, chan, n_run, c.batch),
+            "k_range": None if bits == 16 else new("f16", 2, chan, c.n_group, c.batch),
             "v_sum": new("f32", chan, n_sums, c.batch) if mean_v else None,
         }
         all_of = dict(k=k, v=v, stats=stats, **shadow, **inputs)

@@ -310,19 +310,20 @@ void for_mean(const attend_src & a, int64_t i, int64_t s, F on_sum, G on_group) 
     const int32_t * visible = at<const int32_t>(a.visible, i, 0, s);
     const int32_t * sealed  = at<const int32_t>(a.sealed, s);
     const int64_t   n_grp   = a.visible->ne[0];
+    const auto is_whole = [&](int64_t g) { return visible[g] == GROUP && ggml_sparse_is_sealed(sealed[g], i); };
 
     for (int64_t g0 = 0; g0 < n_grp; g0 += SUM) {
         const int64_t n = std::min<int64_t>(SUM, n_grp - g0);
         int64_t n_whole = 0;
         for (int64_t g = g0; g < g0 + n; ++g) {
-            n_whole += visible[g] == GROUP && sealed[g];
+            n_whole += is_whole(g);
         }
         if (n_whole == SUM) {
             on_sum(ggml_sparse_total_row(g0), SUM*GROUP);
             continue;
         }
         for (int64_t g = g0; g < g0 + n; ++g) {
-            if (visible[g] == GROUP && sealed[g]) {
+            if (is_whole(g)) {
                 on_sum(ggml_sparse_sum_row(g), GROUP);
             } else if (visible[g] > 0) {
                 on_group(g);

@@ -16,7 +16,6 @@ namespace sparse {
 
 // the units of the contract, under short names
 constexpr int GROUP = GGML_SPARSE_GROUP;
-constexpr int RUN   = GGML_SPARSE_RUN;
 constexpr int SUM   = GGML_SPARSE_SUM;
 
 // ---- the types of K and V ----

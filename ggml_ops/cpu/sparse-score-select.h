@@ -78,10 +78,8 @@ struct score_src : ggml_sparse_src, tile_grid { // SCORE_SELECT has no `visible`
     // of the token
     int rank_of(int64_t i, int64_t s) const { return p.i_rank > 0 ? std::clamp(at<const int32_t>(wanted, i, 0, s)[p.i_rank], 1, rank) : rank; }
 
-    // may group g be read from k_t?
-    bool in_shadow(int64_t g, int64_t s) const {
-        return at<const int32_t>(sealed, s)[g] != 0 && ggml_sparse_is_coded(g, n_kv, p.n_bit);
-    }
+    // may token i read group g from k_t?
+    bool in_shadow(int64_t g, int64_t i, int64_t s) const { return ggml_sparse_is_sealed(at<const int32_t>(sealed, s)[g], i); }
 };
 
 struct score_work {

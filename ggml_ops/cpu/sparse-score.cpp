@@ -5,7 +5,7 @@
 #include "sparse-score-select.h"
 #include "sparse-visible.h"
 
-static_assert(tile_grid::MAX_TILE <= MAX_RUN*RUN, "a scan of codes has room for the runs of a tile");
+static_assert(tile_grid::MAX_TILE <= MAX_GROUPS*GROUP, "a scan of codes has room for the groups of a tile");
 
 namespace {
 
@@ -51,30 +51,27 @@ sparse::score_work::score_work(const score_src & a, const void * wdata, int ith,
 // ---- before the scan ----
 
 // how far each component of a KV head of K spreads, as the contract of SCORE says
-static void find_spread(float * res, const score_src & a, int64_t h, int64_t s) {
-    int64_t run[GGML_SPARSE_SPREAD_RUNS];
+static void find_spread(float * res, const score_src & a, int64_t h, int64_t i, int64_t s) {
+    int64_t group[GGML_SPARSE_SPREAD_GROUPS];
     int n = 0;
-    const int64_t n_run = ggml_sparse_has_codes(a.p.n_bit) ? ggml_sparse_sealed_runs(a.n_kv, [&](int64_t g) { return a.in_shadow(g, s); }) : 0;
-    for (int j = 0; j < GGML_SPARSE_SPREAD_RUNS && n_run > 0; ++j) {
-        run[n] = ggml_sparse_spread_run(j, n_run);
-        bool whole = true;
-        for (int64_t g = run[n]*(RUN/GROUP); g < (run[n] + 1)*(RUN/GROUP); ++g) {
-            whole &= a.in_shadow(g, s);
-        }
-        n += whole;
+    const auto    in_shadow = [&](int64_t g) { return a.in_shadow(g, i, s); };
+    const int64_t n_group   = a.k_range ? ggml_sparse_sealed_groups(a.n_kv, in_shadow) : 0;
+    for (int j = 0; j < GGML_SPARSE_SPREAD_GROUPS && n_group > 0; ++j) {
+        group[n] = ggml_sparse_spread_group(j, n_group);
+        n       += in_shadow(group[n]);
     }
     if (n == 0) {
         std::fill(res, res + a.d_k, 1.0f);
         return;
     }
     for (int c = 0; c < a.d_k; ++c) {
-        float mid[GGML_SPARSE_SPREAD_RUNS], mean = 0.0f, square = 0.0f;
+        float mid[GGML_SPARSE_SPREAD_GROUPS], mean = 0.0f, square = 0.0f;
         for (int j = 0; j < n; ++j) {
-            const float * range = at<const float>(a.k_range, h*a.d_k + c, run[j], s);
-            const float   width = range[0]*ggml_sparse_code_max(a.p.n_bit);
-            mid[j]  = range[1] + 0.5f*width;
+            const f16 * range = at<const f16>(a.k_range, h*a.d_k + c, group[j], s);
+            const float width = to_f32(range[0])*ggml_sparse_code_max(a.p.n_bit);
+            mid[j]  = to_f32(range[1]) + 0.5f*width;
             mean   += mid[j]/n;
-            square += width*width/36.0f;
+            square += width*width/(GGML_SPARSE_SPREAD_WIDTH*GGML_SPARSE_SPREAD_WIDTH);
         }
         for (int j = 0; j < n; ++j) {
             square += (mid[j] - mean)*(mid[j] - mean);
@@ -98,7 +95,7 @@ static void prepare_head(const score_src & a, const score_work & w, const head_i
         q  = w.q;
         ld = a.d_k;
     }
-    find_spread(w.spread, a, x.h, x.s);
+    find_spread(w.spread, a, x.h, x.i, x.s);
     w.n_comp[x.u] = choose_components(w.comp + x.u*a.rank, w.coef + x.u*a.n_group_q*a.rank, a.rank, w.sum, q, ld, w.spread, a.n_group_q, a.d_k,
             a.rank_of(x.i, x.s), a.p.scale);
 }
@@ -116,7 +113,7 @@ static void prepare_tile(const score_src & a, const score_work & w, int64_t i_ti
         if (!a.visible) {
             w.visible[(s*a.n_tok + i)*a.n_grp + g] = count_visible(m + g*GROUP, group_size(g, a.n_kv));
         }
-        shadow &= w.visible_of(a, i, s)[g] > 0 && a.in_shadow(g, s);
+        shadow &= w.visible_of(a, i, s)[g] > 0 && a.in_shadow(g, i, s);
     }
     flags = (is_zero(m + t0, t1 - t0) ? PLAIN : 0) | (shadow ? SHADOW : 0);
 }
@@ -163,8 +160,7 @@ static void score_shadow(const score_src & a, const score_work & w, const tile_u
         score_components(out + t0, ld, a.n_group_q, (const f16 *) k_t + t0, a.k_t->nb[1]/sizeof(f16), comp, n_comp, coef, a.rank, t1 - t0, then);
         return;
     }
-    const code_rows rows = { (const uint8_t *) k_t, a.k_t->nb[1], at<const float>(a.k_range, u.head.h*a.d_k, 0, u.head.s),
-        (int64_t) (a.k_range->nb[1]/sizeof(float)), (int64_t) (a.k_range->nb[2]/sizeof(float)) };
+    const code_rows rows = { (const uint8_t *) k_t, a.k_t->nb[1], at(a.k_range, u.head.h*a.d_k, 0, u.head.s), a.k_range->nb[1], a.k_range->nb[2] };
     ggml_sparse_with_bits(a.p.n_bit, [&](auto bits) {
         if constexpr (ggml_sparse_has_codes(bits())) {
             score_codes<bits()>(out + t0, ld, a.n_group_q, rows, comp, n_comp, coef, a.rank, t0, t1, then, w.code);
@@ -226,9 +222,9 @@ void sparse::score_tile(const score_src & a, const score_work & w, const tile_un
             fill_logits(a, out, ld, t0, t1, -INFINITY);
             continue;
         }
-        if (a.in_shadow(t0/GROUP, x.s)) {
+        if (a.in_shadow(t0/GROUP, x.i, x.s)) {
             t1 = flags & SHADOW ? u.t1 : t1;
-            while (t1 < u.t1 && visible[t1/GROUP] > 0 && a.in_shadow(t1/GROUP, x.s)) {
+            while (t1 < u.t1 && visible[t1/GROUP] > 0 && a.in_shadow(t1/GROUP, x.i, x.s)) {
                 t1 = std::min(t1 + GROUP, u.t1);
             }
             score_shadow(a, w, u, t0, t1, out, ld, next);
@@ -334,8 +330,8 @@ void sparse::score_stats(const score_src & a, const score_work & w) {
             const int32_t * visible = w.visible_of(a, i, s);
             bytes += a.k_t ? ggml_sparse_spread_bytes(a.d_k, a.n_kv, a.p.n_bit) : 0;
             for (int64_t g = 0; g < a.n_grp; ++g) {
-                if (a.k_t && visible[g] > 0 && a.in_shadow(g, s)) {
-                    bytes += a.rank_of(i, s)*ggml_sparse_scan_bytes(group_size(g, a.n_kv), a.p.n_bit);
+                if (a.k_t && visible[g] > 0 && a.in_shadow(g, i, s)) {
+                    bytes += a.rank_of(i, s)*ggml_sparse_scan_bytes(a.p.n_bit);
                 } else {
                     bytes += visible[g]*row;
                 }

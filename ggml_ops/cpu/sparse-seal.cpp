@@ -23,65 +23,41 @@ struct seal_src : ggml_sparse_src {
 
     const int32_t * groups(int64_t s) const { return at<const int32_t>(list, s); }
 
-    // k_t in f16 may lack the last group
-    bool is_group(int32_t g) const { return g >= 0 && g*(int64_t) GROUP < n_kv && (p.n_bit != 16 || g*(int64_t) GROUP < k_t->ne[0]); }
+    bool is_group(int32_t g) const { return g >= 0 && (g + 1)*(int64_t) GROUP <= n_kv; }
 };
 
-// K in blocks, or rotated, is brought to f32 first: a group of it, or the run that it is coded with
+// a group of K in blocks, or rotated, is brought to f32 first
 struct seal_work {
-    float * rows = nullptr; // [GROUP or RUN][d_k]  this thread's
+    float * rows = nullptr; // [GROUP][d_k]  this thread's
     size_t  size = 0;       // of all threads
 
     seal_work(const seal_src & a, const void * wdata, int ith, int nth) {
         if (ggml_is_quantized(a.k->type) || a.p.n_rot != 0) {
-            size = take_per_thread(bump(wdata), ith, nth, [&](bump & own) { rows = own.take<float>(ggml_sparse_seal_span(a.p.n_bit)*a.d_k); });
+            size = take_per_thread(bump(wdata), ith, nth, [&](bump & own) { rows = own.take<float>(GROUP*a.d_k); });
         }
     }
 };
 
-// Does entry i of the list follow one of the same span of n_group groups? What is done once per span is then done already. If a list is not
-// ascending, some of it is done twice, by the same thread
-bool same_span(const int32_t * list, int64_t i, int64_t n_group) {
-    return i > 0 && list[i - 1] >= 0 && list[i - 1] <= list[i] && list[i - 1]/n_group == list[i]/n_group;
-}
-
-// group g of K of one KV head to f16
+// group g of K of one KV head, to f16 or to codes
 void seal_group(const seal_src & a, const seal_work & w, int64_t h, int64_t g, int64_t s) {
-    const int    n    = group_size(g, a.n_kv);
-    const char * rows = at(a.k, h, g*GROUP, s);
-    char       * x    = at(a.k_t, h*a.d_k, s) + g*GROUP*sizeof(f16);
-    with_kv_type(a.k->type, [&](auto * t) {
+    const char * k = at(a.k, h, g*GROUP, s);
+    char * k_t   = at(a.k_t, h*a.d_k, s) + ggml_sparse_shadow_bytes(g*GROUP, a.p.n_bit);
+    char * range = a.k_range ? at(a.k_range, h*a.d_k, g, s) : nullptr;
+    const auto seal = [&](auto * t, const char * rows, size_t nb_pos) {
         using T = std::decay_t<decltype(*t)>;
-        if (w.rows) {
-            load_rows<T>(w.rows, rows, a.k->nb[2], n, a.d_k, a.p.n_rot);
-            seal_group_f16<float>(x, a.k_t->nb[1], (const char *) w.rows, a.d_k*sizeof(float), n, a.d_k);
-        } else if constexpr (span<T>::SIZE == W) {
-            seal_group_f16<T>(x, a.k_t->nb[1], rows, a.k->nb[2], n, a.d_k);
+        if (range) {
+            seal_group_codes<T>(k_t, a.k_t->nb[1], range, a.k_range->nb[1], rows, nb_pos, a.d_k, a.p.n_bit);
+        } else {
+            seal_group_f16<T>(k_t, a.k_t->nb[1], rows, nb_pos, a.d_k);
         }
-    });
-}
-
-// a run of K of one KV head to codes, with all its sealed groups
-void seal_run(const seal_src & a, const seal_work & w, int64_t h, int64_t run, int64_t s) {
-    constexpr int N = RUN/GROUP;
-    uint8_t valid[N];
-    for (int64_t j = 0; j < N; ++j) {
-        valid[j] = (run*N + j + 1)*GROUP <= a.n_kv && at<const int32_t>(a.sealed, s)[run*N + j] != 0;
-    }
-    char    * codes    = at(a.k_t, h*a.d_k, s) + ggml_sparse_shadow_bytes(run*RUN, a.p.n_bit);
-    float   * range    = at<float>(a.k_range, h*a.d_k, run, s);
-    const int64_t ld_range = a.k_range->nb[1]/sizeof(float);
+    };
     with_kv_type(a.k->type, [&](auto * t) {
         using T = std::decay_t<decltype(*t)>;
         if (w.rows) {
-            for (int64_t j = 0; j < N; ++j) {
-                if (valid[j]) {
-                    load_rows<T>(w.rows + j*GROUP*a.d_k, at(a.k, h, (run*N + j)*GROUP, s), a.k->nb[2], GROUP, a.d_k, a.p.n_rot);
-                }
-            }
-            seal_run_codes<float>(codes, a.k_t->nb[1], range, (const char *) w.rows, a.d_k*sizeof(float), valid, a.d_k, a.p.n_bit, ld_range);
+            load_rows<T>(w.rows, k, a.k->nb[2], GROUP, a.d_k, a.p.n_rot);
+            seal((const float *) nullptr, (const char *) w.rows, a.d_k*sizeof(float));
         } else if constexpr (span<T>::SIZE == W) {
-            seal_run_codes<T>(codes, a.k_t->nb[1], range, at(a.k, h, run*RUN, s), a.k->nb[2], valid, a.d_k, a.p.n_bit, ld_range);
+            seal(t, k, a.k->nb[2]);
         }
     });
 }
@@ -91,7 +67,7 @@ void sum_group(const seal_src & a, int64_t h, int64_t g, int64_t s) {
     with_kv_type(a.v->type, [&](auto * t) {
         float * sum = at<float>(a.v_sum, ggml_sparse_sum_row(g), s) + h*a.d_v;
         memset(sum, 0, a.d_v*sizeof(float));
-        sum_positions<std::decay_t<decltype(*t)>>(sum, at(a.v, h, g*GROUP, s), a.v->nb[2], group_size(g, a.n_kv), a.d_v);
+        sum_positions<std::decay_t<decltype(*t)>>(sum, at(a.v, h, g*GROUP, s), a.v->nb[2], GROUP, a.d_v);
     });
 }
 
@@ -106,8 +82,7 @@ void sum_groups(const seal_src & a, int64_t h, int64_t g, int64_t s) {
 // The thread that seals group g of a head. It is one of those that will read the head, see unit_queue: each thread has neighbouring heads, or
 // a head belongs to the threads i, i + n_all, .. in turns
 int64_t owner(const seal_src & a, int64_t head, int64_t g, int64_t nth) {
-    const int64_t i = g*GROUP/ggml_sparse_seal_span(a.p.n_bit); // a run is coded at once
-    return a.n_all % nth == 0 ? head*nth/a.n_all : nth % a.n_all == 0 ? head + i % (nth/a.n_all)*a.n_all : (i*a.n_all + head) % nth;
+    return a.n_all % nth == 0 ? head*nth/a.n_all : nth % a.n_all == 0 ? head + g % (nth/a.n_all)*a.n_all : (g*a.n_all + head) % nth;
 }
 
 // this thread's entries of the list
@@ -115,16 +90,11 @@ void seal_list(const seal_src & a, const seal_work & w, int64_t ith, int64_t nth
     for (int64_t u = 0; u < a.n_list*a.n_all; ++u) {
         digits d { u };
         const int64_t h = d.next(a.n_head_kv), s = d.next(a.n_stream), i = d.rest;
-        const int32_t * list = a.groups(s);
-        const int64_t g = list[i];
-        if (!a.is_group((int32_t) g) || owner(a, s*a.n_head_kv + h, g, nth) != ith) {
+        const int32_t g = a.groups(s)[i];
+        if (!a.is_group(g) || owner(a, s*a.n_head_kv + h, g, nth) != ith) {
             continue;
         }
-        if (!ggml_sparse_has_codes(a.p.n_bit)) {
-            seal_group(a, w, h, g, s);
-        } else if (!same_span(list, i, RUN/GROUP)) {
-            seal_run(a, w, h, g/(RUN/GROUP), s);
-        }
+        seal_group(a, w, h, g, s);
         if (a.v_sum) {
             sum_group(a, h, g, s);
         }
@@ -137,7 +107,8 @@ void sum_list(const seal_src & a, int64_t ith, int64_t nth) {
         digits d { u };
         const int64_t h = d.next(a.n_head_kv), s = d.next(a.n_stream), i = d.rest;
         const int32_t * list = a.groups(s);
-        if (a.is_group(list[i]) && (list[i]/SUM*a.n_all + s*a.n_head_kv + h) % nth == ith && !same_span(list, i, SUM)) {
+        const bool same = i > 0 && list[i - 1] >= 0 && list[i - 1] <= list[i] && list[i - 1]/SUM == list[i]/SUM; // as the entry before it
+        if (a.is_group(list[i]) && (list[i]/SUM*a.n_all + s*a.n_head_kv + h) % nth == ith && !same) {
             sum_groups(a, h, list[i], s);
         }
     }

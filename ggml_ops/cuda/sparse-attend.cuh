@@ -24,7 +24,7 @@ struct attend_args {
     float   scale, softcap, max_bias;
 };
 
-constexpr int ATTEND_TILE  = GROUP; // positions
+constexpr int ATTEND_TILE  = 64; // positions
 constexpr int ATTEND_STATE = 3;     // of a state, behind o [d_v]: m, l, and with mean_v the sum of the fourth roots of exp(logit - m)
 
 __device__ __forceinline__ int n_selected(const attend_args & a, const int32_t * sel) { return min(max(sel[0], 0), a.ld_sel - 1 - a.n_group_q); }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
 
     // the tiles of this block that have something to see
     const auto next = [&](int64_t tile) {
-        while (!sel && tile < n_tile && vis[tile] == 0) {
+        while (!sel && tile < n_tile && vis[tile*ATTEND_TILE/GROUP] == 0) {
             tile += n_split;
         }
         return tile;
@@ -250,7 +250,7 @@ __device__ __forceinline__ void attend_split(const attend_args & a, attend_share
     write_split(a, m, acc, row, head, n_head, d_v);
 }
 
-// sums of V that attend_mean() looks at in one round, 16 groups each
+// sums of V that attend_mean() looks at in one round
 constexpr int MEAN_SUMS = 1024;
 
 struct mean_shared {
@@ -281,7 +281,7 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
 #pragma unroll 1
         for (int g = tid; g < (n + N_THREAD - 1)/N_THREAD*N_THREAD; g += N_THREAD) {
             const int v = g < n ? vis[g0 + g] : 0;
-            const unsigned bits = __ballot_sync(ALL, mean_v && v == GROUP && sealed[g0 + g] != 0);
+            const unsigned bits = __ballot_sync(ALL, mean_v && v == GROUP && ggml_sparse_is_sealed(sealed[g0 + g], i));
             n_vis += v;
             if (tid % 32 == 0) {
                 m.whole[g/32] = bits;
@@ -292,8 +292,7 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
             continue;
         }
         const int n_sum = (n + SUM - 1)/SUM;
-        const auto whole = [&](int b) { return m.whole[b/2] >> b % 2*SUM & 0xFFFFu; };
-        static_assert(SUM == 16, "the bits of two sums are a word");
+        const auto whole = [&](int b) { return m.whole[b*SUM/32] >> b*SUM % 32 & SUM_BITS; };
         const auto row_at = [&](int64_t r) { return a.v_sum.at<const float>(r, s) + h*a.d_v + col*8; };
         const auto add = [&](const float * x) {
             for (int c = 0; c < 8; ++c) {
@@ -303,7 +302,7 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
         };
 #pragma unroll 2
         for (int b = slice; b < n_sum; b += n_slice) { // sums of which all groups count
-            if (whole(b) == 0xFFFF) {
+            if (whole(b) == SUM_BITS) {
                 const float * x = row_at(ggml_sparse_total_row(g0 + (int64_t) b*SUM));
                 if (aligned) {
                     const float4 u = ((const float4 *) x)[0], v = ((const float4 *) x)[1];
@@ -318,7 +317,7 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
 #pragma unroll 1
         for (int b = slice; b < n_sum; b += n_slice) {
 #pragma unroll 1
-            for (int j = 0; whole(b) != 0xFFFF && j < SUM && b*SUM + j < n; ++j) {
+            for (int j = 0; whole(b) != SUM_BITS && j < SUM && b*SUM + j < n; ++j) {
                 const int64_t g = g0 + (int64_t) b*SUM + j;
                 const int v = vis[g];
                 if (whole(b) >> j & 1) {

@@ -66,7 +66,7 @@ bool is_aligned(const ggml_tensor * t) {
 void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     const auto src = ggml_sparse_src_of(dst);
     const auto p   = ggml_sparse_params_of<ggml_sparse_seal_params>(dst);
-    GGML_ASSERT(p.n_bit == 16 || p.n_bit == 8 || p.n_bit == 4); // as seal_run() packs codes
+    GGML_ASSERT(p.n_bit == 16 || p.n_bit == 8 || p.n_bit == 4); // as seal_codes() packs them
 
     seal_args a = {};
     a.k_t     = make_view(src.k_t);
@@ -75,10 +75,8 @@ void op_seal(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     a.k       = make_view(src.k);
     a.v       = make_view(src.v);
     a.list    = data_of<const int32_t>(src.list);
-    a.sealed  = data_of<const int32_t>(src.sealed);
     a.stats   = data_of<unsigned long long>(src.stats);
     a.n_kv    = src.k->ne[2];
-    a.n_seal  = p.n_bit == 16 ? std::min(a.n_kv, src.k_t->ne[0]) : a.n_kv; // k_t in f16 may lack the last group
     a.n_list  = (int) src.list->ne[0];
     a.d_k     = (int) src.k->ne[0];
     a.d_v     = src.v_sum ? (int) src.v->ne[0] : 0;
@@ -115,7 +113,7 @@ score_args make_score(const ggml_tensor * dst) {
     a.n_kv      = src.k->ne[2];
     a.n_grp     = ggml_sparse_n_groups(a.n_kv);
     a.n_run     = ceil_div(a.n_kv, RUN);
-    a.n_pos_t   = src.k_t ? std::min(a.n_kv, src.k_t->ne[0]) : 0; // in f16 it may lack the last group
+    a.n_pos_t   = src.k_t ? std::min(a.n_kv, src.k_t->ne[0]) : 0; // in f16 it may lack an incomplete group
     a.n_head    = (int) src.q->ne[1];
     a.n_head_kv = (int) src.k->ne[1];
     a.n_group_q = a.n_head/a.n_head_kv;
@@ -144,8 +142,8 @@ template <int N_BIT, int GB, int TYPE>
 void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
     if (a.d <= N_THREAD/2) {
         launch_score<N_BIT, GB, TYPE, N_THREAD/2>(ctx, a, n_row);
-    } else {
-        launch_score<N_BIT, GB, TYPE, N_THREAD>(ctx, a, n_row);
+    } else { // the whole coefficients of several heads would not fit into shared memory
+        launch_score<N_BIT, ggml_sparse_has_codes(N_BIT) ? 1 : GB, TYPE, N_THREAD>(ctx, a, n_row);
     }
 }
 
@@ -450,7 +448,7 @@ bool is_kv(const ggml_tensor * t) {
 
 // the scan reads 16 bytes of f16 at a time, 4 or 8 of codes
 bool is_shadow(const ggml_tensor * k_t, const ggml_tensor * k_range) {
-    return is_aligned(k_t) && k_t->ne[0] % 8 == 0 && (!k_range || k_range->nb[0] == sizeof(float));
+    return is_aligned(k_t) && k_t->ne[0] % 8 == 0 && (!k_range || k_range->nb[0] == sizeof(ggml_fp16_t));
 }
 
 bool is_on_host(const ggml_tensor * t) { return t && t->buffer && ggml_backend_buffer_is_host(t->buffer); }

@@ -32,13 +32,15 @@ template <int N_BIT, int GB, int NT>
 struct alignas(16) score_shared {
     static constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
     static constexpr int  N_WARP = NT/32;
+    static constexpr int  N_SLOT = N_BIT == 4 && GB > 1 && NT == N_THREAD ? 1 : RUN/GROUP; // a layer scans 4 bits of several heads by groups
 
     float    q[GB][D_MAX];          // what rows of K are multiplied with, see q_place()
     float    coef[GB][D_MAX];       // per kept component
     float    x[GB][RUN];            // products with rows of K, of one run; before that scratch of choose_components()
     float    size[D_MAX];           // sum over the heads of |q|, times the spread
     float    spread[D_MAX];
-    int8_t   w0[HAS_CODES ? N_WARP : 1][GB][D_MAX], w1[N_BIT == 8 ? N_WARP : 1][GB][D_MAX]; // whole coefficients of each warp, see make_coef()
+    // whole coefficients of each warp, for the groups of its run, see make_coef(). The padding keeps those of several groups in different banks
+    int8_t   w0[HAS_CODES ? N_WARP : 1][N_SLOT][GB][NT + 4], w1[N_BIT == 8 ? N_WARP : 1][N_SLOT][GB][NT + 4];
     int16_t  comp[D_MAX];           // kept components, ascending
     unsigned sealed[HAS_CODES ? N_STATE/32 : 1]; // a bit per group
     unsigned rows[N_WARP];          // the groups of a warp's run that are read from K, a bit each
@@ -47,14 +49,14 @@ struct alignas(16) score_shared {
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
-// which groups of the stream are sealed -> m.sealed, if they are few enough; all threads of the block. Ends at a barrier
+// which groups of the stream are sealed for token i -> m.sealed, if they are few enough; all threads of the block. Ends at a barrier
 template <int N_BIT, int GB, int NT>
-__device__ __forceinline__ void copy_states(score_shared<N_BIT, GB, NT> & m, const int32_t * sealed, int64_t n_grp) {
+__device__ __forceinline__ void copy_states(score_shared<N_BIT, GB, NT> & m, const int32_t * sealed, int64_t n_grp, int64_t i) {
     if (n_grp <= N_STATE) {
         const int n = ((int) n_grp + NT - 1)/NT*NT;
 #pragma unroll 4
         for (int g = threadIdx.x; g < n; g += NT) {
-            const unsigned bits = __ballot_sync(ALL, g < n_grp && sealed[g] != 0);
+            const unsigned bits = __ballot_sync(ALL, g < n_grp && ggml_sparse_is_sealed(sealed[g], i));
             if (threadIdx.x % 32 == 0) {
                 m.sealed[g/32] = bits;
             }
@@ -63,54 +65,46 @@ __device__ __forceinline__ void copy_states(score_shared<N_BIT, GB, NT> & m, con
     __syncthreads();
 }
 
-// the ranges of component c in the runs that tell how far it spreads, as they are read
+// the ranges of component c in the groups that tell how far it spreads, as they are read
 struct spread_ranges {
-    static constexpr int N = GGML_SPARSE_SPREAD_RUNS;
-    float width[N], low[N]; // of a code, < 0: none; what code 0 is
-    int   n_sealed;         // runs
+    static constexpr int N = GGML_SPARSE_SPREAD_GROUPS;
+    unsigned raw[N]; // scale and zero, 0: none
+    unsigned known;  // a bit each
+    int      n_sealed; // groups
 
     // c < a.d, or nothing is read; after copy_states()
     template <int N_BIT, int GB, int NT>
-    __device__ __forceinline__ void load(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t s) {
-        static_assert(RUN/GROUP == 8, "the states of a run are a byte of m.sealed");
+    __device__ __forceinline__ void load(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t i, int64_t s) {
         const bool few = a.n_grp <= N_STATE;
         const int32_t * states = a.sealed + s*a.n_grp;
-        n_sealed = (int) ggml_sparse_sealed_runs((int) a.n_kv, [&](int g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : states[g] != 0; });
+        const auto is_sealed = [&](int g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : ggml_sparse_is_sealed(states[g], i); };
+        n_sealed = (int) ggml_sparse_sealed_groups((int) a.n_kv, is_sealed);
+        known    = 0;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const int run = (int) ggml_sparse_spread_run(j, n_sealed);
-            bool is_in = c < a.d && n_sealed > 0;
-            if (few) {
-                is_in = is_in && (m.sealed[run/4] >> run % 4*8 & 0xFF) == 0xFF;
-            } else {
-#pragma unroll 1
-                for (int g = 0; g < RUN/GROUP; ++g) {
-                    is_in = is_in && states[run*(RUN/GROUP) + g] != 0;
-                }
-            }
-            const float * range = a.k_range.at<const float>(h_kv*a.d + c, run, s);
-            width[j] = is_in ? range[0] : -1.0f;
-            low[j]   = is_in ? range[1] : 0.0f;
+            const int  g     = (int) ggml_sparse_spread_group(j, n_sealed);
+            const bool is_in = c < a.d && n_sealed > 0 && is_sealed(g);
+            raw[j] = is_in ? *a.k_range.at<const unsigned>(h_kv*a.d + c, g, s) : 0;
+            known |= (unsigned) is_in << j;
         }
     }
 
     // the spread, as the contract of SCORE says; middle: the mean of the ranges' middles
     __device__ __forceinline__ float spread(int code_max, float * middle) const {
-        float mid[N], mean = 0.0f, square = 0.0f;
-        int   n = 0;
+        float mean = 0.0f, square = 0.0f;
+        const int  n      = __popc(known);
+        const auto mid_of = [&](int j) { return f16_pair(raw[j]).y + 0.5f*f16_pair(raw[j]).x*code_max; };
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            const float x = fmaxf(width[j], 0.0f)*code_max;
-            mid[j]  = low[j] + 0.5f*x;
-            mean   += mid[j];
-            square += x*x/36.0f;
-            n      += width[j] >= 0.0f;
+            const float x = f16_pair(raw[j]).x*code_max;
+            mean   += mid_of(j);
+            square += x*x/(GGML_SPARSE_SPREAD_WIDTH*GGML_SPARSE_SPREAD_WIDTH);
         }
         const float inv = __fdiv_rn(1.0f, (float) max(n, 1));
         *middle = mean*inv;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-            square += width[j] >= 0.0f ? (mid[j] - mean*inv)*(mid[j] - mean*inv) : 0.0f;
+            square += known >> j & 1 ? (mid_of(j) - mean*inv)*(mid_of(j) - mean*inv) : 0.0f;
         }
         return n > 0 ? __fsqrt_rn(square*inv) : 1.0f;
     }
@@ -190,7 +184,7 @@ __device__ __forceinline__ int choose_components(
     const bool in = c < d;
     spread_ranges ranges;
     if (ggml_sparse_has_codes(N_BIT)) {
-        ranges.load(m, a, h_kv, c, s);
+        ranges.load(m, a, h_kv, c, i, s);
     }
     const float size = weigh_components(m, a, ranges, h_kv, h0, i, s);
     const int n_comp = min(__syncthreads_count(in && size == size), a.rank_of(i, s)); // NaN is never kept

@@ -108,7 +108,8 @@ void launch_cluster(K kernel, dim3 grid, dim3 block, int n_cluster, size_t n_sha
 namespace sparse_cuda {
 
 constexpr int GROUP = GGML_SPARSE_GROUP;
-constexpr int RUN   = GGML_SPARSE_RUN;
+constexpr int RUN   = 512; // positions that are the work of a warp
+constexpr unsigned SUM_BITS = (1u << GGML_SPARSE_SUM) - 1; // of a word of bits by group: a sum block
 constexpr int SUM   = GGML_SPARSE_SUM;
 
 constexpr int      N_THREAD = 256; // of a block, where nothing else is said
@@ -281,13 +282,15 @@ __device__ __forceinline__ int warp_max(int x) {
 #endif
 }
 
-__device__ __forceinline__ float warp_max(float x) {
+template <int N>
+__device__ __forceinline__ float lane_max(float x) {
 #pragma unroll
-    for (int i = 16; i > 0; i /= 2) {
+    for (int i = N/2; i > 0; i /= 2) {
         x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
     }
     return x;
 }
+__device__ __forceinline__ float warp_max(float x) { return lane_max<32>(x); }
 
 // the sum over the lanes up to this one
 template <typename T>

@@ -116,19 +116,18 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_sums(float (&s
             sum[c] += x[c];
         }
     };
-    const auto whole_of = [&](int b) { return m.whole[b/2] >> b % 2*SUM & 0xFFFFu; };
-    static_assert(SUM == 16, "the bits of two sums are a word");
+    const auto whole_of = [&](int b) { return m.whole[b*SUM/32] >> b*SUM % 32 & SUM_BITS; };
     const auto sum_at = [&](int64_t r) { return (const char *) (ta.v_sum.at<const float>(r, s) + h_kv*ta.d_v); };
     const int n_sum = (n_grp + SUM - 1)/SUM, b0 = n_sum*rank/n_block, b1 = n_sum*(rank + 1)/n_block;
 #pragma unroll 1
     for (int b = b0 + place; b < b1; b += n_place) { // sums of which all groups count
-        if (whole_of(b) == 0xFFFF) {
+        if (whole_of(b) == SUM_BITS) {
             add(sum_at(ggml_sparse_total_row((int64_t) b*SUM)));
         }
     }
 #pragma unroll 1
     for (int b = b0; b < b1; ++b) { // the others, group by group
-        if (whole_of(b) != 0xFFFF && whole_of(b) != 0) {
+        if (whole_of(b) != SUM_BITS && whole_of(b) != 0) {
 #pragma unroll 1
             for (int j = place; j < SUM; j += n_place) {
                 if (whole_of(b) >> j & 1) {

@@ -189,7 +189,7 @@ struct layer_block {
     __device__ __forceinline__ void guess_bins(int n_comp);
     __device__ __forceinline__ void count_key(float x, unsigned mark);
     template <bool LINE, int N>
-    __device__ __forceinline__ void scan_unit(float (&x)[GB][N], int n_comp, int run, int line);
+    __device__ __forceinline__ void scan_unit(float (&x)[GB][N], int n_comp, int run, int line, unsigned coded);
     template <int N, typename F>
     __device__ __forceinline__ void rank_unit(float (&x)[N], float & least, bool counts, int first, const F & place);
     template <bool LINE>
@@ -250,16 +250,17 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::clear() {
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::see_groups(int (&sum)[5]) {
     const int32_t * vis = ta.visible.at<const int32_t>(i_tok, 0, s), * sealed = sa.sealed + s*n_grp;
-    const int n_rank = sa.rank_of(i_tok, s), coded_bytes = n_rank*(int) ggml_sparse_scan_bytes(GROUP, N_BIT);
+    const int n_rank = sa.rank_of(i_tok, s), coded_bytes = n_rank*(int) ggml_sparse_scan_bytes(N_BIT);
     constexpr int N = 4; // loads of a thread at once
 #pragma unroll 1
     for (int g0 = tid; g0 < (n_grp + N_THREAD - 1)/N_THREAD*N_THREAD; g0 += N*N_THREAD) {
-        int seen[N], is_sealed[N];
+        int  seen[N];
+        bool is_sealed[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             const int g = g0 + j*N_THREAD;
             seen[j]      = g < n_grp ? vis[g] : 0;
-            is_sealed[j] = g < n_grp ? sealed[g] : 0;
+            is_sealed[j] = g < n_grp && ggml_sparse_is_sealed(sealed[g], i_tok);
         }
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -267,11 +268,11 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::see_groups(int (&s
             if (g - tid >= n_grp) { // for all
                 break;
             }
-            const bool in_k_t = is_sealed[j] != 0 && v > 0 && (!HAS_CODES || (g + 1)*GROUP <= n_kv), is_whole = is_sealed[j] != 0 && v == GROUP;
-            const unsigned b0 = __ballot_sync(ALL, is_sealed[j] != 0), b1 = __ballot_sync(ALL, in_k_t), b2 = __ballot_sync(ALL, v > 0 && !in_k_t);
+            const bool in_k_t = is_sealed[j] && v > 0, is_whole = is_sealed[j] && v == GROUP;
+            const unsigned b0 = __ballot_sync(ALL, is_sealed[j]), b1 = __ballot_sync(ALL, in_k_t), b2 = __ballot_sync(ALL, v > 0 && !in_k_t);
             const unsigned b3 = __ballot_sync(ALL, is_whole), b4 = __ballot_sync(ALL, v > 0 && !is_whole);
             sum[0] += v;
-            sum[3] += !in_k_t ? v*sa.row_bytes : HAS_CODES || (g + 1)*GROUP <= n_kv ? coded_bytes : n_rank*(n_kv - g*GROUP)*N_BIT/8;
+            sum[3] += in_k_t ? coded_bytes : v*sa.row_bytes;
             sum[4] += is_whole ? 0 : v*ta.row_v;
             if (lane == 0) {
                 m.score.sealed[HAS_CODES ? g/32 : 0] = b0;
@@ -282,9 +283,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::see_groups(int (&s
                 sum[1] += __popc(b2);
                 sum[2] += __popc(b4);
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const unsigned x = b3 >> half*SUM & 0xFFFFu;
-                    sum[4] += (x == 0xFFFFu ? 1 : __popc(x))*ta.d_v*(int) sizeof(float);
+                for (int i = 0; i < 32/SUM; ++i) {
+                    const unsigned x = b3 >> i*SUM & SUM_BITS;
+                    sum[4] += (x == SUM_BITS ? 1 : __popc(x))*ta.d_v*(int) sizeof(float);
                 }
             }
         }

@@ -53,21 +53,24 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::count_key(float x,
     }
 }
 
-// the products of a run, or of a line of it, from the transposed K
+// the products of a run, or of the `line`-th group of it, from the transposed K; coded: the groups of the run that are there, a bit each
 template <int N_BIT, int GB, int TYPE>
 template <bool LINE, int N>
-__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::scan_unit(float (&x)[GB][N], int n_comp, int run, int line) {
-    const char * k_t = sa.k_t.at(h_kv*sa.d, s) + (int64_t) run*RUN*N_BIT/8;
+__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::scan_unit(float (&x)[GB][N], int n_comp, int run, int line, unsigned coded) {
+    const char * k_t = sa.k_t.at(h_kv*sa.d, s);
     if constexpr (HAS_CODES) {
         float step[GB], base[GB];
-        const auto make = [&] { make_coef(m.score, step, base, warp, n_comp, sa.k_range.at(h_kv*sa.d, run, s), sa.k_range.nb1); };
+        const int  j = LINE ? line : lane/8, group = coded >> j & 1 ? run*(RUN/GROUP) + j : 0; // any one that is there
+        const auto make = [&] {
+            make_coef<LINE ? 32 : 8>(m.score, step, base, warp, n_comp, sa.k_range.at(h_kv*sa.d, group, s), sa.k_range.nb1);
+        };
         if constexpr (LINE) {
-            scan_line(x, m.score, step, base, warp, n_comp, k_t + line*GGML_SPARSE_LINE, sa.k_t.nb1, make);
+            scan_line(x, m.score, step, base, warp, n_comp, k_t + codes_at<N_BIT>(group, 0), sa.k_t.nb1, make);
         } else {
-            scan_codes<8>(x, m.score, step, base, warp, n_comp, k_t + lane*(PER_LANE*N_BIT/8), sa.k_t.nb1, make);
+            scan_codes<8>(x, m.score, step, base, warp, n_comp, k_t + codes_at<N_BIT>(group, lane), sa.k_t.nb1, make);
         }
     } else {
-        scan_f16(x, m.score, n_comp, k_t + lane*16, sa.k_t.nb1, sa.n_pos_t - run*RUN);
+        scan_f16(x, m.score, n_comp, k_t + (int64_t) run*RUN*N_BIT/8 + lane*16, sa.k_t.nb1, sa.n_pos_t - run*RUN);
     }
 }
 
@@ -93,14 +96,17 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::rank_unit(float (&
     }
 }
 
-// a run, or a line of it, by a warp
+// a run, or a group of it, by a warp
 template <int N_BIT, int GB, int TYPE>
 template <bool LINE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::score_unit(
         running_softmax (&softmax)[GB], float & least, int h0, int n_head, int n_comp, int run, int line) {
     constexpr int NS = LINE ? 1 : N_SPAN; // spans of a lane
     const auto place = [&](int j) { return LINE ? span_position<N_BIT>(line*8 + lane % 8, line_span(lane)) : span_position<N_BIT>(lane, j); };
-    const unsigned coded = m.coded[run/4] >> run % 4*8 & 0xFF, by_rows = m.rows[run/4] >> run % 4*8 & 0xFF;
+    constexpr int PER_WORD = 32*GROUP/RUN; // runs
+    const unsigned own   = LINE ? 1u << line : (1u << RUN/GROUP) - 1; // groups
+    const auto of_run = [&](const unsigned * bits) { return bits[run/PER_WORD] >> run % PER_WORD*(RUN/GROUP) & own; };
+    const unsigned coded = of_run(m.coded), by_rows = of_run(m.rows);
     const int t0 = run*RUN;
     float x[GB][NS*4] = {};
     unsigned seen[NS*2] = {}; // the mask, two positions each
@@ -108,7 +114,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::score_unit(
     if (coded != 0) {
         load_mask(seen, mask, t0, n_kv, place);
         if (n_comp > 0) {
-            scan_unit<LINE>(x, n_comp, run, line);
+            scan_unit<LINE>(x, n_comp, run, line, coded);
         }
         if (sa.softcap > 0.0f) {
 #pragma unroll
@@ -121,7 +127,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::score_unit(
         for (int j = 0; j < NS*2; ++j) {
             bits |= seen[j];
         }
-        plain = coded == 0xFF && __ballot_sync(ALL, bits != 0) == 0;
+        plain = coded == own && __ballot_sync(ALL, bits != 0) == 0;
     }
     if (!plain) {
 #pragma unroll

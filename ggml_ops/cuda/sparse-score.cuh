@@ -28,10 +28,10 @@ __device__ __forceinline__ int span_position(int lane, int i) {
 }
 
 // the groups of a lane: that of its first span, and another one, if its spans lie in two
-template <int N_BIT> constexpr bool TWO_GROUPS = N_BIT != 8;
+template <int N_BIT> constexpr bool TWO_GROUPS = !ggml_sparse_has_codes(N_BIT);
 
 template <int N_BIT>
-__device__ __forceinline__ bool is_second(int i) { return N_BIT == 4 ? i % 2 == 1 : N_BIT != 8 && i >= 2; }
+__device__ __forceinline__ bool is_second(int i) { return TWO_GROUPS<N_BIT> && i >= 2; }
 
 // x added up over a run, from what each lane has in its spans. The order follows the numbers of the spans in the run, bit by bit, so that all
 // layouts give the same bits
@@ -78,28 +78,33 @@ __device__ __forceinline__ void zip4(unsigned (&v)[4], const unsigned (&x)[4]) {
 template <int N_BIT> struct codes    { using type = uint2; };
 template <>          struct codes<8> { using type = uint4; };
 
+// where those of a lane begin, of the eight that share a group
+template <int N_BIT>
+__device__ __forceinline__ int codes_at(int group, int lane) { return (group*GROUP + lane % 8*PER_LANE)/(8/N_BIT); }
+
 // components whose codes are read at once
 template <int N_BIT, int GB> constexpr int AT_ONCE = N_BIT == 4 && GB == 1 ? 16 : N_BIT != 16 || GB == 1 ? 8 : 4;
 
 constexpr int COEF_PAD = 16; // coefficients are followed by zeros up to a multiple of this
 
-// the coefficients of the warp's heads, times the scales of its run, as whole numbers: logit = sum w*step*code + base; the work of a warp
+// The coefficients of the warp's heads, times the scales of a group, as whole numbers: logit = sum w*step*code + base; the work of a warp, N_LANE lanes for
+// each group
 //   4 bits: w = w0, |w0| <= 127; 8 bits: w = 64*w0 + w1, |w0| <= 64, |w1| <= 32, and codes less 128, so that they have a sign
-//   range: of the KV head's first component in this run
+//   range: of the KV head's first component in the lane's group
 //   NUMERICS: as on the CPU (make_coef in cpu/sparse-score-codes.h)
-template <int N_BIT, int GB, int NT>
+template <int N_LANE, int N_BIT, int GB, int NT>
 __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float (&step)[GB], float (&base)[GB], int w, int n_comp, const char * range,
         int64_t nb_comp) {
     static_assert(N_BIT == 8 || N_BIT == 4);
     constexpr float MOST = (float) ggml_sparse_coef_max(N_BIT), MID = ggml_sparse_code_max(N_BIT)/2.0f;
-    const int  lane = threadIdx.x % 32, n_pad = (n_comp + COEF_PAD - 1)/COEF_PAD*COEF_PAD;
+    const int  lane = threadIdx.x % N_LANE, slot = threadIdx.x % 32/N_LANE, n_pad = (n_comp + COEF_PAD - 1)/COEF_PAD*COEF_PAD;
     static_assert(COEF_PAD % AT_ONCE<N_BIT, GB> == 0, "scans go beyond the last component");
-    const auto range_of = [&](int i) { return (const float *) (range + m.comp[i]*nb_comp); };
+    const auto range_of = [&](int i) { return (const half *) (range + m.comp[i]*nb_comp); };
 
     float top[GB] = {}, inv[GB];
 #pragma unroll 1
-    for (int i = lane; i < n_comp; i += 32) {
-        const float size = range_of(i)[0];
+    for (int i = lane; i < n_comp; i += N_LANE) {
+        const float size = __half2float(range_of(i)[0]);
 #pragma unroll
         for (int h = 0; h < GB; ++h) {
             top[h] = fmaxf(top[h], fabsf(m.coef[h][i]*size));
@@ -107,16 +112,16 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float
     }
 #pragma unroll
     for (int h = 0; h < GB; ++h) {
-        top[h]  = warp_max(top[h]);
+        top[h]  = lane_max<N_LANE>(top[h]);
         top[h]  = top[h] > 1e-30f && top[h] <= FLT_MAX ? top[h] : 0.0f;
         inv[h]  = top[h] > 0.0f ? __fdiv_rn(MOST, top[h]) : 0.0f;
         step[h] = __fdiv_rn(top[h], MOST);
         base[h] = 0.0f;
     }
 #pragma unroll 1
-    for (int i = lane; i < n_pad; i += 32) {
+    for (int i = lane; i < n_pad; i += N_LANE) {
         const bool  in = i < n_comp;
-        const float size = in ? range_of(i)[0] : 0.0f, zero = in ? range_of(i)[1] : 0.0f;
+        const float size = in ? __half2float(range_of(i)[0]) : 0.0f, zero = in ? __half2float(range_of(i)[1]) : 0.0f;
 #pragma unroll
         for (int h = 0; h < GB; ++h) {
             const float c = in ? m.coef[h][i] : 0.0f, f = c*size;
@@ -124,17 +129,17 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float
             base[h] += in ? c*zero + (f - y*step[h])*MID : 0.0f;
             if (N_BIT == 8) {
                 const float w0 = rintf(y*(1.0f/64.0f));
-                m.w0[w][h][i] = (int8_t) w0;
-                m.w1[w][h][i] = (int8_t) (y - 64.0f*w0);
+                m.w0[w][slot][h][i] = (int8_t) w0;
+                m.w1[w][slot][h][i] = (int8_t) (y - 64.0f*w0);
                 base[h] += 128.0f*y*step[h];
             } else {
-                m.w0[w][h][i] = (int8_t) y;
+                m.w0[w][slot][h][i] = (int8_t) y;
             }
         }
     }
 #pragma unroll
     for (int h = 0; h < GB; ++h) {
-        base[h] = lane_sum<32>(base[h]);
+        base[h] = lane_sum<N_LANE>(base[h]);
     }
     __syncwarp();
 }
@@ -146,6 +151,7 @@ __device__ __forceinline__ void scan_codes(
         float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB, NT> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
         int64_t nb_comp, const F & make) {
     static_assert(N_BIT == 8 || N_BIT == 4);
+    const int slot = threadIdx.x % 32/8; // the lane's group
     int sum[GB][PER_LANE] = {};
     typename codes<N_BIT>::type raw[N];
     const auto load = [&](int i0) {
@@ -173,7 +179,7 @@ __device__ __forceinline__ void scan_codes(
                 zip4(v, from);
 #pragma unroll
                 for (int h = 0; h < GB; ++h) {
-                    const int w0 = *(const int *) &m.w0[w][h][i0 + b], w1 = N_BIT == 8 ? *(const int *) &m.w1[w][h][i0 + b] : 0;
+                    const int w0 = *(const int *) &m.w0[w][slot][h][i0 + b], w1 = N_BIT == 8 ? *(const int *) &m.w1[w][slot][h][i0 + b] : 0;
 #pragma unroll
                     for (int l = 0; l < 4; ++l) {
                         if (N_BIT == 8) {
@@ -199,9 +205,9 @@ __device__ __forceinline__ void scan_codes(
     }
 }
 
-// the same of one line of 128 positions, where there are more warps than runs: each quarter of the lanes has a quarter of the components, and in the end
+// the same of one group of 128 positions, where there are more warps than runs: each quarter of the lanes has a quarter of the components, and in the end
 // a lane has one span, span_position<4>(line*8 + lane % 8, line_span(lane)). The sums are the same whole numbers
-//   k_t: the KV head's first component at the line
+//   k_t: the KV head's first component at the group's line
 __device__ __forceinline__ int line_span(int lane) { return lane/8 % 2*2 + lane/16; }
 
 template <int GB, int NT, typename F>
@@ -241,7 +247,7 @@ __device__ __forceinline__ void scan_line(
                     zip4(v, from);
 #pragma unroll
                     for (int h = 0; h < HEADS; ++h) {
-                        const int w0 = in ? *(const int *) &m.w0[w][h0 + h][first + i0 + b] : 0;
+                        const int w0 = in ? *(const int *) &m.w0[w][0][h0 + h][first + i0 + b] : 0;
 #pragma unroll
                         for (int l = 0; l < 4; ++l) {
                             sum[h][word*8 + l]     = __dp4a((int) (v[l]      & 0x0F0F0F0Fu), w0, sum[h][word*8 + l]);
@@ -369,14 +375,14 @@ struct seen_run {
         int64_t bytes = 0;
 #pragma unroll
         for (int b = 0; b <= (int) TWO_GROUPS<N_BIT>; ++b) {
-            constexpr int N_LANE = TWO_GROUPS<N_BIT> ? 8 : 4; // that share a group
-            const int n = lane_sum<N_LANE>(n_seen[b]), j = span_position<N_BIT>(lane, b == 0 ? 0 : N_BIT == 4 ? 1 : 2)/GROUP, g = run*(RUN/GROUP) + j;
+            constexpr int N_LANE = TWO_GROUPS<N_BIT> ? 16 : 8; // that share a group
+            const int n = lane_sum<N_LANE>(n_seen[b]), j = span_position<N_BIT>(lane, 2*b)/GROUP, g = run*(RUN/GROUP) + j;
             if (n > 0) {
-                const bool in_k_t = N_BIT > 0 && sealed[g] != 0 && ggml_sparse_is_coded(g, n_kv, N_BIT);
+                const bool in_k_t = N_BIT > 0 && ggml_sparse_is_sealed(sealed[g], i);
                 state[b] = in_k_t ? IS_SEALED : IS_ROWS;
                 rows    |= in_k_t ? 0 : 1u << j;
                 if (lane % N_LANE == 0) {
-                    bytes += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(min(GROUP, n_kv - g*GROUP), N_BIT) : (int64_t) n*a.row_bytes;
+                    bytes += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(N_BIT) : (int64_t) n*a.row_bytes;
                 }
             }
         }
@@ -490,11 +496,10 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
         __syncthreads();
     } else {
         if (ggml_sparse_has_codes(N_BIT)) {
-            copy_states(m, a.sealed + s*a.n_grp, a.n_grp);
+            copy_states(m, a.sealed + s*a.n_grp, a.n_grp, i);
         }
         n_comp = choose_components(m, a, h_kv, h0, i, s, true);
     }
-    static_assert(RUN/GROUP <= 8, "a byte of groups");
     const int32_t * sealed = N_BIT == 0 ? nullptr : a.sealed + s*a.n_grp;
 
     // of this KV head: the first block counts what choosing components reads
@@ -509,14 +514,15 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
 
         float x[GB][PER_LANE] = {};
         if (N_BIT > 0 && n_comp > 0 && __ballot_sync(ALL, seen.state[0] == IS_SEALED || seen.state[1] == IS_SEALED) != 0) {
-            const char * k_t = a.k_t.at(h_kv*a.d, s) + (int64_t) run*RUN*N_BIT/8;
+            const char * k_t = a.k_t.at(h_kv*a.d, s);
             if constexpr (ggml_sparse_has_codes(N_BIT)) {
                 float step[GB], base[GB];
-                scan_codes<AT_ONCE<N_BIT, GB>>(x, m, step, base, w, n_comp, k_t + lane*(PER_LANE*N_BIT/8), a.k_t.nb1, [&] {
-                    make_coef(m, step, base, w, n_comp, a.k_range.at(h_kv*a.d, run, s), a.k_range.nb1);
+                const int group = seen.state[0] == IS_SEALED ? run*(RUN/GROUP) + lane/8 : 0; // any one that is there
+                scan_codes<AT_ONCE<N_BIT, GB>>(x, m, step, base, w, n_comp, k_t + codes_at<N_BIT>(group, lane), a.k_t.nb1, [&] {
+                    make_coef<8>(m, step, base, w, n_comp, a.k_range.at(h_kv*a.d, group, s), a.k_range.nb1);
                 });
             } else {
-                scan_f16(x, m, n_comp, k_t + lane*16, a.k_t.nb1, a.n_pos_t - run*RUN);
+                scan_f16(x, m, n_comp, k_t + (int64_t) run*RUN*N_BIT/8 + lane*16, a.k_t.nb1, a.n_pos_t - run*RUN);
             }
         }
         if (__syncthreads_or(seen.rows != 0)) {

@@ -10,9 +10,8 @@ namespace sparse_cuda {
 struct seal_args {
     view k_t, k_range, v_sum, k, v;
     const int32_t * list;           // [n_stream][n_list]
-    const int32_t * sealed;         // [n_stream][n_grp], with codes
     unsigned long long * stats;
-    int64_t n_kv, n_seal;           // groups begin below n_seal
+    int64_t n_kv;
     int     n_list, d_k, d_v, n_bit, n_rot; // d_v = 0: no sums of V
 };
 
@@ -26,75 +25,61 @@ __device__ __forceinline__ float clamp_f16(float x) { return fminf(fmaxf(x, -SHA
 // K as the codes see it: finite
 __device__ __forceinline__ float seal_value(float x) { return x == x ? clamp_f16(x) : 0.0f; }
 
-// rows [n][d] of K from position t on, as f32 and rotated back; 0 for rows of groups that valid [RUN/GROUP] (of the run of t) leaves out, if given
-__device__ inline void load_rows(float (*rows)[D_MAX], const seal_args & a, int64_t h, int64_t s, int64_t t, int n, const uint8_t * valid) {
+// rows [SEAL_ROWS][d] of K from position t on, as f32 and rotated back
+__device__ inline void load_rows(float (*rows)[D_MAX], const seal_args & a, int64_t h, int64_t s, int64_t t) {
     const int n_span = (a.d_k + 7)/8;
-    for (int u = threadIdx.x; u < n*n_span; u += N_THREAD) {
+    for (int u = threadIdx.x; u < SEAL_ROWS*n_span; u += N_THREAD) {
         const int r = u/n_span, c = u % n_span*8;
         float x[8] = {};
-        if (!valid || valid[(t + r) % RUN/GROUP]) {
-            load_span<ANY>(x, a.k.type, a.k.at(h, t + r, s), c, a.d_k);
-        }
+        load_span<ANY>(x, a.k.type, a.k.at(h, t + r, s), c, a.d_k);
         for (int j = 0; j < 8; ++j) {
             rows[r][c + j] = x[j];
         }
     }
     __syncthreads();
-    hadamard_rows(rows, n, a.d_k, a.n_rot);
+    hadamard_rows(rows, SEAL_ROWS, a.d_k, a.n_rot);
 }
 
 // the group of f16 that begins at position t0
-__device__ inline void seal_k(const seal_args & a, int64_t h, int64_t s, int64_t t0, float (*rows)[D_MAX]) {
-    const int n = (int) min((int64_t) GROUP, a.n_kv - t0);
-    for (int r0 = 0; r0 < n; r0 += SEAL_ROWS) {
-        const int nr = min(SEAL_ROWS, n - r0);
-        load_rows(rows, a, h, s, t0 + r0, nr, nullptr);
-        for (int u = threadIdx.x; u < nr*a.d_k; u += N_THREAD) {
-            const float x = rows[u % nr][u/nr];
-            a.k_t.at<half>(h*a.d_k + u/nr, s)[t0 + r0 + u % nr] = __float2half_rn(x != x ? x : clamp_f16(x));
+__device__ inline void seal_f16(const seal_args & a, int64_t h, int64_t s, int64_t t0, float (*rows)[D_MAX]) {
+    for (int r0 = 0; r0 < GROUP; r0 += SEAL_ROWS) {
+        load_rows(rows, a, h, s, t0 + r0);
+        for (int u = threadIdx.x; u < SEAL_ROWS*a.d_k; u += N_THREAD) {
+            const float x = rows[u % SEAL_ROWS][u/SEAL_ROWS];
+            a.k_t.at<half>(h*a.d_k + u/SEAL_ROWS, s)[t0 + r0 + u % SEAL_ROWS] = __float2half_rn(x != x ? x : clamp_f16(x));
         }
         __syncthreads();
     }
 }
 
-// codes a run anew, with all its sealed groups; cpu/sparse-seal.h describes codes, sparse-codes.h their lines
-__device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64_t run, float (*rows)[D_MAX], uint8_t (*code)[D_MAX], uint8_t * valid) {
-    const int c = threadIdx.x;
-    if (c < RUN/GROUP) {
-        const int64_t g = run*(RUN/GROUP) + c;
-        valid[c] = (g + 1)*GROUP <= a.n_kv && a.sealed[s*ggml_sparse_n_groups(a.n_kv) + g] != 0;
-    }
-    __syncthreads();
-
+// group g to codes; cpu/sparse-seal.h describes codes, sparse-codes.h their lines
+__device__ inline void seal_codes(const seal_args & a, int64_t h, int64_t s, int64_t g, float (*rows)[D_MAX], uint8_t (*code)[D_MAX]) {
+    const int   c   = threadIdx.x;
     const float top = (float) ggml_sparse_code_max(a.n_bit);
     float lo = SHADOW_MAX, hi = -SHADOW_MAX; // of component c
-    for (int t = 0; t < RUN; t += SEAL_ROWS) {
-        if (valid[t/GROUP]) {
-            load_rows(rows, a, h, s, run*RUN + t, SEAL_ROWS, valid);
-            for (int r = 0; r < SEAL_ROWS && c < a.d_k; ++r) {
-                const float x = seal_value(rows[r][c]);
-                lo = fminf(lo, x);
-                hi = fmaxf(hi, x);
-            }
-            __syncthreads();
+    for (int t = 0; t < GROUP; t += SEAL_ROWS) {
+        load_rows(rows, a, h, s, g*GROUP + t);
+        for (int r = 0; r < SEAL_ROWS && c < a.d_k; ++r) {
+            const float x = seal_value(rows[r][c]);
+            lo = fminf(lo, x);
+            hi = fmaxf(hi, x);
         }
+        __syncthreads();
     }
-    const float scale = hi > lo ? __fdiv_rn(hi - lo, top) : 0.0f;
-    const float inv   = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
-    lo = hi < lo ? 0.0f : lo; // no valid group
+    const half range[2] = { __float2half_rn(__fdiv_rn(hi - lo, top)), __float2half_rn(lo) };
+    const float scale = __half2float(range[0]), zero = __half2float(range[1]), inv = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
     if (c < a.d_k) {
-        float * range = a.k_range.at<float>(h*a.d_k + c, run, s);
-        range[0] = scale;
-        range[1] = lo;
+        half * to = a.k_range.at<half>(h*a.d_k + c, g, s);
+        to[0] = range[0];
+        to[1] = range[1];
     }
 
     const int line_pos = ggml_sparse_line_pos(a.n_bit);
-    for (int t0 = 0; t0 < RUN; t0 += line_pos) {
+    for (int t0 = 0; t0 < GROUP; t0 += line_pos) {
         for (int t = 0; t < line_pos; t += SEAL_ROWS) {
-            load_rows(rows, a, h, s, run*RUN + t0 + t, SEAL_ROWS, valid);
+            load_rows(rows, a, h, s, g*GROUP + t0 + t);
             for (int r = 0; r < SEAL_ROWS && c < a.d_k; ++r) {
-                const float   x = valid[(t0 + t)/GROUP] ? rintf((seal_value(rows[r][c]) - lo)*inv) : 0.0f;
-                const uint8_t y = (uint8_t) fminf(fmaxf(x, 0.0f), top);
+                const uint8_t y = (uint8_t) fminf(fmaxf(rintf((seal_value(rows[r][c]) - zero)*inv), 0.0f), top);
                 uint8_t & dst = code[(t + r) % 64][c];
                 dst = t < 64 ? y : (uint8_t) (dst | y << 4);
             }
@@ -102,7 +87,7 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
         }
         for (int u = threadIdx.x; u < 64*a.d_k; u += N_THREAD) {
             const int t = u % 64;
-            uint8_t * line = (uint8_t *) a.k_t.at(h*a.d_k + u/64, s) + ggml_sparse_shadow_bytes(run*RUN, a.n_bit) + t0/line_pos*GGML_SPARSE_LINE;
+            uint8_t * line = (uint8_t *) a.k_t.at(h*a.d_k + u/64, s) + ggml_sparse_shadow_bytes(g*GROUP + t0, a.n_bit);
             line[ggml_sparse_line_byte(t)] = code[t][u/64];
         }
         __syncthreads();
@@ -111,10 +96,9 @@ __device__ inline void seal_run(const seal_args & a, int64_t h, int64_t s, int64
 
 // the sum of V over a group
 __device__ inline void sum_v(const seal_args & a, int64_t h, int64_t s, int64_t g) {
-    const int n = (int) min((int64_t) GROUP, a.n_kv - g*GROUP);
     for (int c = threadIdx.x*8; c < a.d_v; c += N_THREAD*8) {
         float sum[8] = {};
-        for (int t = 0; t < n; ++t) {
+        for (int t = 0; t < GROUP; ++t) {
             float x[8];
             load_span<ANY>(x, a.v.type, a.v.at(h, g*GROUP + t, s), c, a.d_v);
             for (int l = 0; l < 8; ++l) {
@@ -127,21 +111,19 @@ __device__ inline void sum_v(const seal_args & a, int64_t h, int64_t s, int64_t 
     }
 }
 
-// one block per (entry of the list, KV head, stream). The first entry of a sum block does all of the list that lie in it, so that
-// runs are coded and sums summed once, and nobody waits for anybody
+// one block per (entry of the list, KV head, stream). The first entry of a sum block does all of the list that lie in it, so that sums are summed once,
+// and nobody waits for anybody
 static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
     begin_kernel();
-    static_assert(SUM*GROUP % RUN == 0, "runs do not cross sum blocks");
     __shared__ float   rows[SEAL_ROWS][D_MAX];
     __shared__ uint8_t code[64][D_MAX];
-    __shared__ uint8_t valid[RUN/GROUP];
     __shared__ uint8_t listed[SUM];
 
     const int64_t h = blockIdx.y, s = blockIdx.z;
     const int32_t * list = a.list + s*a.n_list;
     const int       i    = blockIdx.x;
 
-    const auto ok = [&](int32_t g) { return g >= 0 && (int64_t) g*GROUP < a.n_seal; };
+    const auto ok = [&](int32_t g) { return g >= 0 && (g + 1)*(int64_t) GROUP <= a.n_kv; };
     if (!ok(list[i])) {
         return;
     }
@@ -168,22 +150,15 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
 
     const int64_t g0 = (int64_t) block*SUM;
     for (int j = 0; j < SUM; ++j) {
-        const int64_t g = g0 + j;
-        if (listed[j] && !ggml_sparse_has_codes(a.n_bit)) {
-            seal_k(a, h, s, g*GROUP, rows);
+        if (!listed[j]) {
+            continue;
         }
-        if (ggml_sparse_has_codes(a.n_bit) && j % (RUN/GROUP) == 0) {
-            bool any = false;
-            for (int l = 0; l < RUN/GROUP; ++l) {
-                any = any || listed[j + l];
-            }
-            if (any) {
-                seal_run(a, h, s, g/(RUN/GROUP), rows, code, valid);
-            }
+        if (ggml_sparse_has_codes(a.n_bit)) {
+            seal_codes(a, h, s, g0 + j, rows, code);
+        } else {
+            seal_f16(a, h, s, (g0 + j)*GROUP, rows);
         }
-        if (listed[j]) {
-            sum_v(a, h, s, g);
-        }
+        sum_v(a, h, s, g0 + j);
     }
     __syncthreads();
     for (int c = threadIdx.x; c < a.d_v; c += N_THREAD) {

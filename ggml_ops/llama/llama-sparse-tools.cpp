@@ -137,7 +137,7 @@ std::string llama_sparse_metrics(llama_context * ctx) {
             "Bytes of K, V and the shadow that replies read");
     one("bytes_dense_total", "counter", stat[GGML_SPARSE_STAT_BYTES_DENSE], "Bytes that dense attention would have read for them");
     one("shadow_bytes", "gauge", llama_sparse_shadow_bytes(*ctx), "Memory of the transposed K and the sums of V");
-    one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 64 positions that are not sealed, in the stream with most of them");
+    one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 128 positions that are not sealed, in the stream with most of them");
     return out.str();
 }
 

@@ -105,7 +105,7 @@ std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const l
     for (const auto & [il, ikv] : access::layer_ids(kv)) {
         if (!*llama_sparse_why_not_layer(kv, ikv) && il < n_layer) {
             const double bytes = llama_sparse_f16_bytes(kv, il);
-            const double code  = ggml_sparse_scan_bytes(GGML_SPARSE_GROUP, spec.n_bit)/(double) GGML_SPARSE_GROUP; // bytes of a component
+            const double code  = ggml_sparse_scan_bytes(spec.n_bit)/(double) GGML_SPARSE_GROUP; // bytes of a component
             res[il] = spec.rank_for(il, access::hparams(kv).n_embd_head_k(il), bytes)*code/bytes;
         }
     }

@@ -79,9 +79,9 @@ static bool seal_early(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
     }
 }
 
-// Nodes of a layer: up to 15 for each stage, those that join it to the others among them, and up to 44 for the prompts beside the replies, if llama.cpp
-// builds them in three parts, and for the product that ends latent attention. The inputs, which the layers share, are fewer than those of a layer
-static constexpr uint32_t LAYER_NODES = 16*llm_graph_input_sparse::MAX_STAGES + 48;
+// Nodes of a layer: up to 15 for the replies, and up to 44 for the prompts beside them, if llama.cpp builds them in three parts, and for the product
+// that ends latent attention. The inputs, which the layers share, are fewer than those of a layer
+static constexpr uint32_t LAYER_NODES = 64;
 
 uint32_t llama_sparse_max_nodes(const llama_context & ctx) {
     return ctx.get_cparams().sparse ? LAYER_NODES*(1 + llama_model_n_layer(&ctx.get_model())) : 0;

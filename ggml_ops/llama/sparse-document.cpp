@@ -32,9 +32,8 @@ constexpr uint64_t ALIGN = 64*1024;
 // Only what lies in buffers of this size and more is mapped: a smaller one is copied in no time
 constexpr size_t MIN_MAPPED = 64 << 20;
 
-// A document begins at a cell where a run and a sum block begin
+// A document begins at a cell where a sum block begins
 constexpr uint32_t CELLS = GGML_SPARSE_GROUP*GGML_SPARSE_SUM;
-static_assert(CELLS % GGML_SPARSE_RUN == 0, "a sum block has whole runs");
 
 uint64_t aligned(uint64_t n) { return (n + ALIGN - 1)/ALIGN*ALIGN; }
 
@@ -43,12 +42,6 @@ struct tensor_rows {
     ggml_tensor * t;
     size_t   at, nb, row_bytes, n_row;
     uint64_t offset;
-    size_t   n_own = SIZE_MAX; // of sums of V: the groups of the document. Other rows, and totals that have others' say, are zeros in the image
-
-    bool is_own(size_t row) const {
-        const size_t block = row/(GGML_SPARSE_SUM + 1)*GGML_SPARSE_SUM, i = row % (GGML_SPARSE_SUM + 1); // its first group, and the row in it
-        return n_own == SIZE_MAX || block + (i == GGML_SPARSE_SUM ? i : i + 1) <= n_own;
-    }
 };
 
 struct image {
@@ -64,8 +57,8 @@ struct place {
     uint32_t cell; // the first one
     uint32_t n_pos;
 
-    // of the shadow. In f16 the last group of a cache has no room in it, so that of a document is never in the image
-    uint32_t n_group(int32_t n_bit) const { return (ggml_sparse_has_codes(n_bit) ? n_pos : n_pos - 1)/GGML_SPARSE_GROUP; }
+    uint32_t group()   const { return cell/GGML_SPARSE_GROUP; }
+    uint32_t n_group() const { return n_pos/GGML_SPARSE_GROUP; } // complete ones
 };
 
 // in the cache of a sequence, of which 0 is always there. Throws std::runtime_error: such a document can not be
@@ -161,28 +154,22 @@ image image_of(const llama_sparse_memory & m, const place & p) {
         res.bytes += 2*aligned(sizeof(state_head) + m.state_bytes());
     }
     const auto & shadow = llama_sparse_access::shadow(kv);
-    if (!shadowed_layer(kv) || p.n_group(shadow->n_bit()) == 0) {
+    if (!shadowed_layer(kv) || p.n_group() == 0) {
         return res;
     }
-    const int32_t n_bit   = shadow->n_bit();
-    const int64_t n_group = p.n_group(n_bit);
-    const bool    codes   = ggml_sparse_has_codes(n_bit);
-    const size_t  n_run   = (n_group*GGML_SPARSE_GROUP + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN;
-    const int64_t n       = codes ? (int64_t) n_run*GGML_SPARSE_RUN : n_group*GGML_SPARSE_GROUP;
+    const size_t size = ggml_sparse_shadow_bytes(GGML_SPARSE_GROUP, shadow->n_bit());
     for (size_t ikv = 0; ikv < llama_sparse_access::layers(kv).size(); ++ikv) {
         const auto & l = shadow->at(ikv);
         if (!l.k_t) {
             continue;
         }
-        add(res.shadow, l.k_t, p.stream*l.k_t->nb[2] + ggml_sparse_shadow_bytes(p.cell, n_bit), l.k_t->nb[1], ggml_sparse_shadow_bytes(n, n_bit),
-                l.k_t->ne[1]);
+        add(res.shadow, l.k_t, p.stream*l.k_t->nb[2] + p.group()*size, l.k_t->nb[1], p.n_group()*size, l.k_t->ne[1]);
         if (const ggml_tensor * r = l.k_range) {
-            add(res.shadow, l.k_range, p.stream*r->nb[3] + p.cell/GGML_SPARSE_RUN*r->nb[1], r->nb[2], n_run*r->nb[1], r->ne[2]);
+            add(res.shadow, l.k_range, p.stream*r->nb[3] + p.group()*r->nb[1], r->nb[2], p.n_group()*r->nb[1], r->ne[2]);
         }
         if (const ggml_tensor * s = l.v_sum) {
-            add(res.shadow, l.v_sum, p.stream*s->nb[2] + ggml_sparse_n_sum_rows(p.cell/GGML_SPARSE_GROUP)*s->nb[1], s->nb[1], s->nb[1],
-                    ggml_sparse_n_sum_rows(n_group));
-            res.shadow.back().n_own = n_group;
+            // without the total of a sum block that is not complete, which nobody reads
+            add(res.shadow, l.v_sum, p.stream*s->nb[2] + ggml_sparse_sum_row(p.group())*s->nb[1], s->nb[1], s->nb[1], ggml_sparse_sum_row(p.n_group()));
         }
     }
     return res;
@@ -235,11 +222,6 @@ void write_rows(int fd, uint64_t offset, const tensor_rows & p, size_t from, siz
                 break;
             }
             ggml_backend_tensor_get(p.t, &piece[j*p.row_bytes], p.at + (i + j)*p.nb, p.row_bytes);
-        }
-        for (size_t j = 0; j < n; ++j) {
-            if (!p.is_own(i + j)) {
-                memset(&piece[j*p.row_bytes], 0, p.row_bytes);
-            }
         }
         write_all(fd, piece.data(), piece.size(), offset + p.offset + i*p.row_bytes);
     }
@@ -403,8 +385,8 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
         m.set_state(seq_id, n_read, state);
         if (has_shadow) {
             shadow->commit();
-            for (uint32_t g = 0; g < p.n_group(shadow->n_bit()); ++g) {
-                shadow->seal(p.stream, p.cell/GGML_SPARSE_GROUP + g);
+            for (uint32_t g = 0; g < p.n_group(); ++g) {
+                shadow->seal(p.stream, p.group() + g);
             }
             shadow->commit();
         }
@@ -416,22 +398,6 @@ int64_t open_document(llama_context & ctx, llama_seq_id seq_id, int fd, uint64_t
         LLAMA_LOG_WARN("%s: the next token will transpose K\n", __func__);
     }
     return mapped;
-}
-
-// Seals the groups of a document. In the last run of codes those behind them have no say in its range then, since they may be another sequence's, or of a
-// text that was removed; the next token seals them again. Throws std::exception
-void seal_document(llama_context & ctx, llama_kv_cache & kv, const place & p) {
-    if (!llama_sparse_find_shadowed(&kv)) {
-        return;
-    }
-    auto & shadow = *llama_sparse_access::shadow(kv);
-    const uint32_t end = p.cell + p.n_group(shadow.n_bit())*GGML_SPARSE_GROUP, span = ggml_sparse_seal_span(shadow.n_bit());
-    std::vector<uint32_t> behind;
-    for (uint32_t i = end; i % span != 0 && i < kv.get_size(); i += GGML_SPARSE_GROUP) {
-        behind.push_back(i);
-    }
-    shadow.invalidate(p.stream, behind);
-    llama_sparse_seal(ctx, SIZE_MAX, end);
 }
 
 } // namespace
@@ -483,7 +449,7 @@ int64_t llama_sparse_document_write_shadow(llama_context * ctx, llama_seq_id seq
         auto & kv = *m.kv;
         place p = place_of(*ctx, kv, seq_id, n_pos);
         p.cell = first_cell(kv, seq_id, p.stream, n_pos);
-        seal_document(*ctx, kv, p);
+        llama_sparse_seal(*ctx, SIZE_MAX, p.cell + n_pos);
         for (const tensor_rows & rows : image_of(m, p).shadow) {
             write_rows(fd, offset, rows, 0, rows.n_row);
         }

@@ -140,23 +140,17 @@ ggml_tensor * emit(const attention & a, ggml_tensor * t, const char * name) {
     return t;
 }
 
-using stage = llm_graph_input_sparse::stage;
-
-// SEAL for the layer, once per graph and stage; returns k_t of the graph's streams. With several stages, layers that share cells go through them again
-ggml_tensor * build_seal(const attention & a, stage & x) {
+// SEAL for the layer, behind the nodes that write its K and V; once for layers that share cells. Returns k_t of the graph's streams
+ggml_tensor * build_seal(const attention & a) {
     auto & inp = a.inp;
-    auto & res = x.k_t[a.ikv()];
-    if (!res || inp.stages.size() > 1) {
-        inp.need_list(a.g);
-        if (ggml_sparse_has_codes(inp.shadow().n_bit())) {
-            inp.need_sealed(a.g);
-        }
+    auto & res = inp.k_t[a.ikv()];
+    if (!res) {
+        inp.need_seal(a.g);
         ggml_sparse_src src = {};
-        src.k      = a.k;
-        src.v      = a.v;
-        src.list   = x.list;
-        src.sealed = x.sealed;
-        src.stats  = inp.state->stats(a.device());
+        src.k     = a.k;
+        src.v     = a.v;
+        src.list  = inp.list;
+        src.stats = inp.state->stats(a.device());
         res = inp.shadow().at(a.ikv()).seal(a.g.ctx0, inp.stream0(), src, { inp.shadow().n_bit(), llama_sparse_n_rot(inp.kv()) });
         emit(a, res, "sparse_seal");
     }
@@ -217,17 +211,6 @@ ggml_tensor * build_stock_replies(const attention & a) {
     return ggml_mul(a.g.ctx0, res, ggml_scale_bias(a.g.ctx0, inp.keep_prompts, -1.0f, 1.0f));
 }
 
-// the tokens of a stage out of those of the range, which are dimension d of t
-ggml_tensor * tokens_of(const attention & a, const stage & x, ggml_tensor * t, int d) {
-    if (x.to - x.from == t->ne[d]) {
-        return t;
-    }
-    int64_t ne[GGML_MAX_DIMS];
-    std::copy_n(t->ne, GGML_MAX_DIMS, ne);
-    ne[d] = x.to - x.from;
-    return ggml_view_4d(a.g.ctx0, t, ne[0], ne[1], ne[2], ne[3], t->nb[1], t->nb[2], t->nb[3], x.from*t->nb[d]);
-}
-
 // the mask of the range that has the replies, shared by the layers
 void build_mask(const attention & a) {
     auto & inp = a.inp;
@@ -285,8 +268,8 @@ ggml_sparse_score_select_params params_of(const attention & a, int32_t topk_max,
     };
 }
 
-// attention of the decoded tokens of a stage; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
-ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std::string & why) {
+// Attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. k_t: see build_seal(), nullptr without SparQ
+ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
     auto & inp = a.inp;
     int32_t topk_max = 0, rank = 0; // the largest of those that read a selection; 0: all read every position
     for (const auto & setting : inp.settings) {
@@ -301,9 +284,8 @@ ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std
     }
 
     ggml_sparse_src src = a.sources(inp.tok.lo, inp.tok.hi);
-    src.q    = tokens_of(a, x, src.q, 2);
-    src.mask = tokens_of(a, x, inp.mask_reply, 1);
-    auto & visible = x.visible[a.device()];
+    src.mask = inp.mask_reply;
+    auto & visible = inp.visible[a.device()];
     if (!visible) {
         visible = ggml_sparse_attn_visible(a.g.ctx0, src.mask);
         a.g.cb(visible, "sparse_visible", -1);
@@ -315,12 +297,11 @@ ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std
         res = ggml_sparse_attn_attend(a.g.ctx0, &src, { a.scale, a.max_bias(), a.softcap(), 0 });
     } else {
         inp.need_wanted(a.g);
-        src.wanted = tokens_of(a, x, inp.wanted, 1);
+        src.wanted = inp.wanted;
         if (k_t) {
-            inp.need_sealed(a.g);
             inp.shadow().at(a.ikv()).view(a.g.ctx0, inp.stream0(), src);
             src.k_t    = k_t;
-            src.sealed = x.sealed;
+            src.sealed = inp.sealed;
         }
         res = (k_t ? ggml_sparq_attn : ggml_topk_attn)(a.g.ctx0, &src, params_of(a, topk_max, rank));
     }
@@ -331,24 +312,8 @@ ggml_tensor * build_stage(const attention & a, stage & x, ggml_tensor * k_t, std
     // before the layer's own nodes: on a GPU two neighbours among them may be one launch
     set_device(a.g, a.device(), visible);
     ggml_build_forward_expand(a.g.gf, visible);
-    return emit(a, res, "sparse_attend");
-}
-
-// Attention of the range of tokens that has the decoded ones; nullptr: left to llama.cpp, and why. What a stage seals counts as sealed whoever attends
-ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string & why) {
-    auto & inp = a.inp;
-    const auto by_stream = [&](ggml_tensor * t, const stage & x) { return ggml_reshape_3d(a.g.ctx0, t, t->ne[0], x.to - x.from, inp.n_stream); };
-    ggml_tensor * res = build_stage(a, inp.stages[0], k_t, why);
-    for (size_t i = 1; i < inp.stages.size(); ++i) {
-        auto & x = inp.stages[i];
-        k_t = k_t ? build_seal(a, x) : nullptr;
-        ggml_tensor * part = res ? build_stage(a, x, k_t, why) : nullptr;
-        res = part ? ggml_concat(a.g.ctx0, i == 1 ? by_stream(res, inp.stages[0]) : res, by_stream(part, x), 1) : nullptr;
-    }
-    if (res && inp.stages.size() > 1) {
-        res = ggml_reshape_2d(a.g.ctx0, res, res->ne[0], inp.tok.hi - inp.tok.lo);
-    }
-    return res && a.v_mla ? times_v_mla(a, res) : res;
+    res = emit(a, res, "sparse_attend");
+    return a.v_mla ? times_v_mla(a, res) : res;
 }
 
 // The attention of a layer, or nullptr and why it is left to llama.cpp. ours: PREFILL reads the prompts, else llama.cpp does. Either way a reply gets
@@ -356,7 +321,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
 ggml_tensor * build_layer(const attention & a, bool has_cache, bool ours, std::string & why) {
     const auto & tok = a.inp.tok;
 
-    ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a, a.inp.stages[0]) : nullptr;
+    ggml_tensor * k_t = why.empty() && a.spec().has_shadow() ? build_seal(a) : nullptr;
 
     const std::string why_exact = is_latent(a) ? why : ""; // why it is read exactly, though by us
     const bool is_stock = !why.empty() && why_exact.empty();

@@ -11,7 +11,7 @@ using access = llama_sparse_access;
 
 // groups that a graph can seal, so that it can be used again; when more wait (after a shift), one graph is made that seals them all: a
 // position that is not sealed is scored from K, which costs more with every token than sealing it does once
-static constexpr int64_t N_SEAL = 16;
+static constexpr int64_t N_SEAL = 8;
 
 //
 // replies
@@ -80,53 +80,6 @@ static llm_graph_input_sparse::tokens find_tokens(const llama_sparse_state & sta
     return res;
 }
 
-// Appends, for each group that the tokens of a stream complete, how many of them do, where a sequence that verifies a draft goes on after them
-static void find_cuts(const llama_sparse_state & state, const llama_sparse_shadow & shadow, const llama_kv_cells & cells, uint32_t stream, uint32_t n_kv,
-        const std::vector<uint32_t> & written, llama_seq_id * const * seq_of, std::vector<uint32_t> & cuts) {
-    shadow.for_sealable(cells, stream, n_kv, nullptr, [&](int32_t g) {
-        const auto in_group = [g](uint32_t cell) { return (int32_t) (cell/GGML_SPARSE_GROUP) == g; };
-        const auto end = std::find_if(written.rbegin(), written.rend(), in_group).base(); // after the last token of the group
-        std::bitset<LLAMA_MAX_SEQ> before;
-        for (auto at = written.begin(); at != written.end(); ++at) {
-            const llama_seq_id seq = seq_of[at - written.begin()][0];
-            if (at < end) {
-                before[seq] = state.verifying[seq];
-            } else if (before[seq]) {
-                cuts.push_back(end - written.begin());
-                break;
-            }
-        }
-        return true;
-    });
-}
-
-static std::vector<llm_graph_input_sparse::stage> find_stages(const llama_sparse_state & state, const llama_kv_cache_context * mctx,
-        const llm_graph_input_sparse::tokens & tok, const llama_ubatch & ubatch) {
-    auto & kv = access::kv(*mctx);
-    const auto & shadow = access::shadow(kv);
-    const auto & sinfo  = access::sinfo(*mctx);
-    std::vector<uint32_t> cuts; // in the order of the tokens of a stream
-    if (!access::is_reserve(*mctx) && state.verifying.any() && state.spec.has_shadow() && shadow && shadow->has_tensors()) {
-        for (size_t i = 0; i < sinfo.strm.size(); ++i) {
-            const uint32_t stream = sinfo.strm[i];
-            find_cuts(state, *shadow, access::cells(kv, stream), stream, mctx->get_n_kv(), sinfo.idxs[i], ubatch.seq_id + i*sinfo.idxs[i].size(), cuts);
-        }
-    }
-    std::sort(cuts.begin(), cuts.end());
-    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
-    cuts.resize(std::min(cuts.size(), llm_graph_input_sparse::MAX_STAGES - 1));
-
-    std::vector<llm_graph_input_sparse::stage> res;
-    uint32_t from = 0;
-    for (const uint32_t cut : cuts) {
-        res.push_back({ from, cut - tok.lo });
-        from = cut - tok.lo;
-    }
-    const uint32_t n_stream = sinfo.s1 - sinfo.s0 + 1;
-    res.push_back({ from, (tok.hi - tok.lo)/n_stream });
-    return res;
-}
-
 bool llm_graph_input_sparse::tokens::same_graph(const tokens & other) const {
     return n == other.n && lo == other.lo && hi == other.hi && n_reply == other.n_reply && is_stock == other.is_stock &&
             has_common == other.has_common && own == other.own;
@@ -157,7 +110,6 @@ llm_graph_input_sparse::llm_graph_input_sparse(const llm_graph_context & g, cons
         add(nullptr);
     }
     std::for_each(tok.own.begin(), tok.own.end(), add);
-    stages = find_stages(*state, mctx, tok, g.ubatch);
 }
 
 bool llm_graph_input_sparse::reads_all(const setting & x, int32_t il) const {
@@ -187,20 +139,11 @@ static ggml_tensor * new_input(const llm_graph_context & g, const char * name, i
     return t;
 }
 
-void llm_graph_input_sparse::need_list(const llm_graph_context & g) {
-    if (stages[0].list) {
-        return;
-    }
-    const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
-    const int64_t n_list    = std::max({ N_SEAL, n_written, n_waiting() });
-    for (auto & stage : stages) { // the first may also have one for each that a later stage has, see set_seal()
-        stage.list = new_input(g, "sparse_list", &stage == &stages[0] ? n_list*(int64_t) stages.size() : n_list, n_stream);
-    }
-}
-
-void llm_graph_input_sparse::need_sealed(const llm_graph_context & g) {
-    for (auto & stage : stages) {
-        stage.sealed = stage.sealed ? stage.sealed : new_input(g, "sparse_sealed", ggml_sparse_n_groups(n_kv), n_stream);
+void llm_graph_input_sparse::need_seal(const llm_graph_context & g) {
+    if (!list) {
+        const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
+        list   = new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
+        sealed = new_input(g, "sparse_sealed", ggml_sparse_n_groups(n_kv), n_stream);
     }
 }
 
@@ -243,11 +186,9 @@ bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
     }
     tok = now;
     mctx = next;
-    const bool is_staged = stages.size() > 1 || (state->verifying.any() && find_stages(*state, mctx, tok, params.ubatch).size() > 1);
-    if (n_kv != mctx->get_n_kv() || is_staged) {
+    if (n_kv != mctx->get_n_kv()) {
         return false;
     }
-    const ggml_tensor * list = stages[0].list;
     const int64_t n = list ? n_waiting() : 0;
     // a long list is walked by every layer, so the graph of a decoded token that has one serves once
     return !list || (n <= list->ne[0] && (tok.has_prompt() || list->ne[0] <= N_SEAL || n > N_SEAL));
@@ -258,7 +199,7 @@ int64_t llm_graph_input_sparse::n_waiting() const {
     int64_t n = 0;
     for (uint32_t s = sinfo.s0; s <= sinfo.s1; ++s) {
         int64_t n_group = 0;
-        shadow().for_sealable(access::cells(kv(), s), s, n_kv, nullptr, [&](int32_t) { ++n_group; return true; });
+        shadow().for_sealable(access::cells(kv(), s), s, n_kv, [&](int32_t) { ++n_group; return true; });
         n = std::max(n, n_group);
     }
     state->n_waiting = n;
@@ -274,56 +215,31 @@ static bool is_used(const ggml_tensor * t) {
     return t && t->data;
 }
 
-static void write_list(ggml_tensor * list, uint32_t s, const std::vector<int32_t> & groups) {
-    int32_t * dst = (int32_t *) list->data + s*list->ne[0];
-    std::fill(std::copy(groups.begin(), groups.end(), dst), dst + list->ne[0], -1);
-}
+// Seals complete groups of one stream, as many as the list has room for: every cell in use. SEAL runs after K and V of the layer are written, so they may
+// be of this ubatch; a token reads those from the shadow that were complete before it, as it would alone
+void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
+    // cells past the last one in use were removed
+    shadow().invalidate(stream, std::min(n_kv, access::cells(kv(), stream).used_max_p1())/GGML_SPARSE_GROUP);
 
-std::vector<int32_t> llm_graph_input_sparse::seal_stage(const stage & x, uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
-    busy.assign(shadow().sealed(stream).size(), 0);
-    for (size_t i = x.from > 0 ? tok.lo + x.from : 0; i < written.size(); ++i) {
-        busy[written[i]/GGML_SPARSE_GROUP] = 1; // its cells are in use already
-    }
-    std::vector<int32_t> res;
-    shadow().for_sealable(access::cells(kv(), stream), stream, n_kv, busy.data(), [&](int32_t g) {
-        if ((int64_t) res.size() == stages.back().list->ne[0]) {
+    int32_t * group = (int32_t *) list->data + s*list->ne[0], * end = group + list->ne[0];
+    std::fill(group, end, -1);
+    shadow().for_sealable(access::cells(kv(), stream), stream, n_kv, [&](int32_t g) {
+        if (group == end) {
             return false;
         }
-        res.push_back(g);
+        *group++ = g;
         shadow().seal(stream, g);
         return true;
     });
-    if (is_used(x.sealed)) {
-        std::copy_n(shadow().sealed(stream).begin(), x.sealed->ne[0], (int32_t *) x.sealed->data + s*x.sealed->ne[0]);
+    if (!is_used(sealed)) {
+        return;
     }
-    return res;
-}
-
-// Seals complete groups of one stream, as many as a list has room for: every cell in use, none written by this ubatch. K and V of such a group are in
-// the cache already, so it does not matter where in the graph SEAL runs. A later stage has those that the ubatch has written before: there SEAL runs
-// after K and V of the layer are written
-void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
-    // no cell past the last one in use counts, and cells that were removed have no say in the range of a run
-    shadow().invalidate(stream, std::min(n_kv, access::cells(kv(), stream).used_max_p1())/GGML_SPARSE_GROUP);
-
-    std::vector<int32_t> first = seal_stage(stages[0], s, stream, written);
-    const std::vector<uint8_t> before = stages.size() > 1 ? shadow().sealed(stream) : std::vector<uint8_t>();
-    for (size_t i = 1; i < stages.size(); ++i) {
-        const auto groups = seal_stage(stages[i], s, stream, written);
-        write_list(stages[i].list, s, groups);
-        for (const int32_t g : groups) {
-            // A layer that reads the cells of another comes after all stages of that one: its first stage codes these runs as they were
-            const size_t n_span = ggml_sparse_seal_span(shadow().n_bit())/GGML_SPARSE_GROUP, run = g/n_span*n_span;
-            const auto   end    = before.begin() + std::min(run + n_span, before.size());
-            const auto   sealed = std::find(before.begin() + run, end, 1);
-            if (sealed != end) {
-                first.push_back(sealed - before.begin());
-            }
-        }
+    int32_t * first = (int32_t *) sealed->data + s*sealed->ne[0];
+    std::copy_n(shadow().sealed(stream).begin(), sealed->ne[0], first);
+    for (int32_t i = 0; i < (int32_t) written.size(); ++i) {
+        int32_t & x = first[written[i]/GGML_SPARSE_GROUP];
+        x = x ? std::max(1, i + 2 - (int32_t) tok.lo) : 0; // the token after this one
     }
-    std::sort(first.begin(), first.end());
-    first.erase(std::unique(first.begin(), first.end()), first.end());
-    write_list(stages[0].list, s, first);
 }
 
 // The local window and the sinks are the newest and the oldest positions of the token's own sequence: found by position, since cells are
@@ -381,8 +297,8 @@ int32_t llm_graph_input_sparse::n_seen(llama_seq_id seq, llama_pos at) const {
     return pos.size() - std::distance(pos.upper_bound({ at, UINT32_MAX }), pos.end()); // most often nothing comes after
 }
 
-// As the settings order it. The ops count for all sequences together, and what they count differs a little: groups that are not sealed are
-// scored from K, and hidden cells of other sequences lie among those that a scan passes
+// As the settings order it. The ops count for all sequences together, and what they count differs a little: hidden cells of other sequences lie among
+// those that a scan passes
 void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
     const auto & hparams = access::hparams(kv());
     for (uint32_t t = tok.lo; t < tok.hi; ++t) {
@@ -404,23 +320,24 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
             const bool    exact  = reads_exactly || is_exact(x, il, n_pos);
             const int64_t n_read = exact ? n_pos : x.spec.cap_for(x.spec.topk_for(il, n_pos, x.score_shares), n_pos);
             const double  row    = llama_sparse_row_bytes(kv(), il);
-            const double  score  = x.spec.has_shadow() ? x.score_shares[il]*llama_sparse_f16_bytes(kv(), il) :
-                                        ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il));
+            const int64_t n_code = x.spec.has_shadow() ? n_pos/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP : 0; // scored from the shadow, the others from K
+            const double  score  = x.score_shares[il]*llama_sparse_f16_bytes(kv(), il)*n_code +
+                    ggml_row_size(access::type_k(kv(), il), hparams.n_embd_head_k(il))*(n_pos - n_code);
             (exact ? sum.n_dense : sum.n_sparse)++;
             sum.n_visible   += n_pos*n_head;
             sum.n_read      += n_read*n_head;
             sum.bytes_dense += row*n_pos*n_head;
-            sum.bytes_read  += (row*n_read + (exact ? 0.0 : score*n_pos))*n_head;
+            sum.bytes_read  += (row*n_read + (exact ? 0.0 : score))*n_head;
         }
     }
 }
 
 void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
-    if (stages[0].list) {
+    if (list) {
         const auto & sinfo = access::sinfo(*mctx);
         shadow().commit();
-        state->n_waiting = std::max<int64_t>(0, state->n_waiting - stages.back().list->ne[0]);
-        // those of the graph's streams without tokens in this ubatch seal nothing new
+        state->n_waiting = std::max<int64_t>(0, state->n_waiting - list->ne[0]);
+        // those of the graph's streams without tokens in this ubatch write nothing
         static const std::vector<uint32_t> none;
         for (uint32_t s = 0; s < n_stream; ++s) {
             const uint32_t stream = sinfo.s0 + s;

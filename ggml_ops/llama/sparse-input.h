@@ -11,9 +11,6 @@
 
 class llm_graph_input_sparse : public llm_graph_input_i {
 public:
-    // A graph has room for so many. Where the tokens of one step complete more groups, the later ones are scored from K, and not from the shadow
-    static constexpr size_t MAX_STAGES = 4;
-
     // the one of this graph, made by the first layer that asks
     static llm_graph_input_sparse * input_of(const llm_graph_context & g);
 
@@ -61,14 +58,15 @@ public:
 
     // ---- inputs: made by the first layer that needs them
 
+    ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
+    ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]: 1 + the first token of the range that may read a group from the shadow, 0: none may
     ggml_tensor * wanted = nullptr; // I32 [i_forced + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, with several
                                     // settings the rank by layer, local window, sinks
     ggml_tensor * hide_prompts = nullptr; // F32 [1, n_tok, 1, n_stream], of a mixed range: -inf for tokens of prompts, else 0
     ggml_tensor * hide_replies = nullptr; // the reverse
     ggml_tensor * keep_prompts = nullptr; // F32 [1, n_tok*n_stream], of a mixed range: 1 for tokens of prompts, else 0
 
-    void need_list  (const llm_graph_context & g); // of each stage
-    void need_sealed(const llm_graph_context & g); // of each stage
+    void need_seal  (const llm_graph_context & g); // list and sealed
     void need_wanted(const llm_graph_context & g);
     void need_hide  (const llm_graph_context & g); // both
     void need_keep  (const llm_graph_context & g);
@@ -84,17 +82,8 @@ public:
     std::map<const ggml_tensor *, ggml_tensor *> mask_prompt; // by the mask of all, which layers with a sliding window have of their own
     std::map<std::pair<const ggml_tensor *, uint32_t>, ggml_tensor *> mask_stock; // of what llama.cpp reads, by its first token too
 
-    // Replies that find the same groups sealed. That is all of them, but where a sequence has several: those after the one that completes a group find
-    // it sealed, as they would alone, and those before it do not. A group counts as sealed from its stage on
-    struct stage {
-        uint32_t from, to; // tokens of the range; with several streams, of each of them
-
-        ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
-        ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]
-        std::map<ggml_backend_dev_t, ggml_tensor *> visible = {};
-        std::map<int32_t, ggml_tensor *> k_t = {}; // SEAL's result, by layer of the cache
-    };
-    std::vector<stage> stages;
+    std::map<ggml_backend_dev_t, ggml_tensor *> visible;
+    std::map<int32_t, ggml_tensor *> k_t; // SEAL's result, by layer of the cache
 
     struct layer {
         int         il;
@@ -109,14 +98,11 @@ private:
     int64_t n_waiting() const; // complete groups that are not sealed, in the stream with most of them
 
     void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
-    std::vector<int32_t> seal_stage(const stage & x, uint32_t s, uint32_t stream, const std::vector<uint32_t> & written); // returns the groups
     void set_wanted(const llama_ubatch * ubatch);
     void account   (const llama_ubatch * ubatch); // of each sequence
 
     const setting & setting_of(llama_seq_id seq) const;
     int32_t         n_seen(llama_seq_id seq, llama_pos at) const; // positions that a token sees
-
-    std::vector<uint8_t> busy; // [n_grp] groups that the ubatch writes; kept, so that a token allocates nothing
 };
 
 // Which sequences of a batch reply, by the rule in llama-sparse.h: sets state.replying and state.verifying. kv == nullptr: as if nothing was known

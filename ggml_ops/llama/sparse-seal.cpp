@@ -13,8 +13,7 @@ using access = llama_sparse_access;
 
 namespace {
 
-// Complete groups below `end` that are not sealed, by stream: as many as hold n_bytes of K and V in all layers, one at least, and then those whose codes
-// have a range in common with the last one
+// Complete groups below `end` that are not sealed, by stream: as many as hold n_bytes of K and V in all layers, one at least
 std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_bytes, uint32_t end) {
     const auto &  shadow = *access::shadow(kv);
     size_t one = 0; // bytes of a group
@@ -22,18 +21,14 @@ std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_b
         one += GGML_SPARSE_GROUP*(layer.k->nb[1] + (layer.v ? layer.v->nb[1] : 0));
     }
     const size_t  n_most = std::max<size_t>(n_bytes/std::max<size_t>(one, 1), 1);
-    const int32_t n_span = ggml_sparse_seal_span(shadow.n_bit())/GGML_SPARSE_GROUP;
     std::vector<std::vector<int32_t>> res(kv.get_n_stream());
     size_t n_group = 0;
     for (uint32_t s = 0; s < res.size(); ++s) {
-        shadow.for_sealable(access::cells(kv, s), s, std::min(end, kv.get_size()), nullptr, [&](int32_t g) {
-            const bool is_next = res[s].empty() || g/n_span != res[s].back()/n_span;
-            if (is_next && n_group >= n_most) {
-                return false;
+        shadow.for_sealable(access::cells(kv, s), s, std::min(end, kv.get_size()), [&](int32_t g) {
+            if (n_group < n_most) {
+                res[s].push_back(g);
             }
-            res[s].push_back(g);
-            ++n_group;
-            return true;
+            return ++n_group < n_most;
         });
     }
     return res;
@@ -46,7 +41,6 @@ struct seal_graph {
     size_t             n_list = 0, n_group = 0; // of the longest stream, and of all
     ggml_context_ptr   ctx;
     ggml_tensor      * list;   // [n_list, n_stream]; -1: nothing
-    ggml_tensor      * sealed; // [n_grp, n_stream]
     ggml_cgraph      * gf;
 
     seal_graph(llama_kv_cache & kv, const std::vector<std::vector<int32_t>> & groups) : kv(kv), groups(groups) {
@@ -55,20 +49,17 @@ struct seal_graph {
             n_group += of_stream.size();
         }
         ctx.reset(ggml_init({ (16*access::layers(kv).size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
-        list   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, groups.size());
-        sealed = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, access::shadow(kv)->sealed(0).size(), groups.size());
-        gf     = ggml_new_graph(ctx.get());
+        list = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, groups.size());
+        gf   = ggml_new_graph(ctx.get());
         ggml_set_input(list);
-        ggml_set_input(sealed);
     }
 
     // the cells of model layer il to `layer`
     void add(int32_t il, const llama_sparse_shadow::layer & layer, ggml_tensor * stats) {
         ggml_sparse_src src = {};
         llama_sparse_view_cache(ctx.get(), kv, il, src);
-        src.list   = list;
-        src.sealed = sealed;
-        src.stats  = stats;
+        src.list  = list;
+        src.stats = stats;
         ggml_build_forward_expand(gf, layer.seal(ctx.get(), 0, src, { access::shadow(kv)->n_bit(), llama_sparse_n_rot(kv) }));
     }
 
@@ -83,15 +74,10 @@ struct seal_graph {
         if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
             throw std::runtime_error("no memory to transpose K");
         }
-        const auto & shadow = *access::shadow(kv);
         for (uint32_t s = 0; s < groups.size(); ++s) {
             std::vector<int32_t> row = groups[s];
             row.resize(n_list, -1);
             ggml_backend_tensor_set(list, row.data(), s*list->nb[1], list->nb[1]);
-            if (ggml_sparse_has_codes(shadow.n_bit())) {
-                row.assign(shadow.sealed(s).begin(), shadow.sealed(s).end());
-                ggml_backend_tensor_set(sealed, row.data(), s*sealed->nb[1], sealed->nb[1]);
-            }
         }
         if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
             throw std::runtime_error("K could not be transposed");
@@ -161,14 +147,8 @@ struct tensor_pair {
         }
     }
 
-    // do they have the same n bytes at `begin`? mask: the bits of each byte that count
-    bool is_same(size_t begin, size_t n, int mask = 0xFF) const {
-        bool res = true;
-        for (size_t i = begin; i < begin + n; ++i) {
-            res = res && ((now[i] ^ again[i]) & mask) == 0;
-        }
-        return res;
-    }
+    // do they have the same n bytes at `begin`?
+    bool is_same(size_t begin, size_t n) const { return std::equal(now.begin() + begin, now.begin() + begin + n, again.begin() + begin); }
 
     bool is_row_same(uint32_t s, int64_t row) const { return is_same(s*t->nb[2] + row*t->nb[1], t->nb[1]); }
 };
@@ -179,15 +159,10 @@ struct layer_check {
 
     // of group g; is_block: all groups of its sum block are sealed
     bool is_same(uint32_t s, uint32_t g, bool is_block) const {
-        const bool   codes = ggml_sparse_has_codes(n_bit);
-        const int    i     = g*GGML_SPARSE_GROUP;
-        const size_t begin = codes ? ggml_sparse_code_byte(i, n_bit) : i*sizeof(ggml_fp16_t); // 64 codes have a bit field in each byte of a line
-        const size_t size  = codes ? GGML_SPARSE_LINE : GGML_SPARSE_GROUP*sizeof(ggml_fp16_t);
-        const int    mask  = codes ? ggml_sparse_code_max(n_bit) << ggml_sparse_code_shift(i, n_bit) : 0xFF;
+        const size_t size = ggml_sparse_shadow_bytes(GGML_SPARSE_GROUP, n_bit);
         for (int64_t c = 0; c < k_t.t->ne[1]; ++c) {
-            const auto * nb = codes ? k_range.t->nb : nullptr;
-            if (!k_t.is_same(s*k_t.t->nb[2] + c*k_t.t->nb[1] + begin, size, mask) ||
-                    (codes && !k_range.is_same(s*nb[3] + c*nb[2] + i/GGML_SPARSE_RUN*nb[1], nb[1]))) {
+            const auto * nb = k_range.t ? k_range.t->nb : nullptr;
+            if (!k_t.is_same(s*k_t.t->nb[2] + c*k_t.t->nb[1] + g*size, size) || (nb && !k_range.is_same(s*nb[3] + c*nb[2] + g*nb[1], nb[1]))) {
                 return false;
             }
         }

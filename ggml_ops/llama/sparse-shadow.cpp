@@ -14,10 +14,9 @@
 #include <stdexcept>
 
 // A stride that is a power of two would map all components to the same sets of a CPU's cache: SCORE_SELECT by one thread would take 5 to 10 %
-// longer from f16 and 10 to 30 % longer from codes. So the codes of a component are a line longer than they need to be; three lines are no
-// better than one. f16 has no memory to spare, and is a group shorter than the cache: the last group, which is complete only when the cache is
-// full, is always scored from K
-static constexpr int64_t CODE_PAD = GGML_SPARSE_LINE;
+// longer from f16 and 10 to 30 % longer from codes. So the row of a component is a line longer than it needs to be; three lines are no better
+// than one
+static constexpr int64_t PAD = GGML_SPARSE_LINE;
 
 llama_sparse_shadow::llama_sparse_shadow(uint32_t n_stream, uint32_t n_cell) :
     flags(n_stream, std::vector<uint8_t>(ggml_sparse_n_groups(n_cell), 0)), prompt(n_stream, std::vector<uint8_t>(n_cell, 0)) {
@@ -40,7 +39,7 @@ void llama_sparse_shadow::layer::view(ggml_context * ctx, uint32_t s0, ggml_spar
     const int64_t n_stream = src.k->ne[3];
     src.k_t   = view_streams(ctx, k_t, n_stream, s0);
     src.v_sum = view_streams(ctx, v_sum, n_stream, s0);
-    // scales and zeros lie in memory component by component, since SCORE reads those of few components; the ops see [2, components, n_run, n_stream]
+    // scales and zeros lie in memory component by component, since SCORE reads those of few components; the ops see [2, components, n_grp, n_stream]
     const ggml_tensor * r = k_range;
     src.k_range = r ? ggml_view_4d(ctx, k_range, r->ne[0], r->ne[2], r->ne[1], n_stream, r->nb[2], r->nb[1], r->nb[3], s0*r->nb[3]) : nullptr;
 }
@@ -50,25 +49,18 @@ ggml_tensor * llama_sparse_shadow::layer::seal(ggml_context * ctx, uint32_t s0, 
     return src.k_t = ggml_sparse_attn_seal(ctx, &src, params);
 }
 
-// positions of a row of k_t
-static uint32_t n_shadow_pos(const llama_kv_cache & kv, int32_t n_bit) {
-    const uint32_t n = kv.get_size();
-    return ggml_sparse_has_codes(n_bit) ? (n + GGML_SPARSE_RUN - 1)/GGML_SPARSE_RUN*GGML_SPARSE_RUN : (n - 1)/GGML_SPARSE_GROUP*GGML_SPARSE_GROUP;
-}
-
 llama_sparse_shadow::layer llama_sparse_shadow::layer::make(ggml_context * ctx, const llama_kv_cache & kv, const llama_sparse_spec & spec, size_t ikv) {
     layer res;
     const auto &  src      = llama_sparse_access::layers(kv)[ikv];
-    const int64_t n_pos    = n_shadow_pos(kv, spec.n_bit);
+    const int64_t n_group  = kv.get_size()/GGML_SPARSE_GROUP;
     const int64_t n_stream = kv.get_n_stream();
-    if (!ggml_sparse_has_codes(spec.n_bit)) {
-        res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, n_pos, src.k->ne[0], n_stream);
-    } else {
-        const int64_t n_run = n_pos/GGML_SPARSE_RUN;
-        res.k_t = ggml_new_tensor_3d(ctx, GGML_TYPE_I8, ggml_sparse_shadow_bytes(n_pos, spec.n_bit) + CODE_PAD, src.k->ne[0], n_stream);
-        // whole cache lines per component: a tile of SCORE reads one of each. An odd number, or many components would share a set of the cache
-        const int64_t n_line = (n_run + 7)/8 | 1;
-        res.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, 2, 8*n_line, src.k->ne[0], n_stream);
+    const bool    codes    = ggml_sparse_has_codes(spec.n_bit);
+    const int64_t n_byte   = ggml_sparse_shadow_bytes(n_group*GGML_SPARSE_GROUP, spec.n_bit) + PAD;
+    const ggml_type type   = codes ? GGML_TYPE_I8 : GGML_TYPE_F16;
+    res.k_t = ggml_new_tensor_3d(ctx, type, n_byte/ggml_type_size(type), src.k->ne[0], n_stream);
+    if (codes) {
+        // whole cache lines per component, each of 16 groups. An odd number, or many components would share a set of the cache
+        res.k_range = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, 2, 16*((n_group + 15)/16 | 1), src.k->ne[0], n_stream);
         ggml_format_name(res.k_range, "sparse_k_range_%d", (int) src.il);
     }
     ggml_format_name(res.k_t, "sparse_k_t_%d", (int) src.il);
@@ -165,7 +157,6 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
     bufs      = std::move(new_bufs);
     ctxs      = std::move(new_ctxs);
     bits      = spec.n_bit;
-    n_pos     = n_shadow_pos(kv, spec.n_bit);
     has_v_sum = v_sum;
     invalidate();
 }
@@ -182,13 +173,6 @@ std::map<ggml_backend_dev_t, size_t> llama_sparse_shadow::bytes() const {
 // sealed groups
 //
 
-void llama_sparse_shadow::unseal(std::vector<uint8_t> & f, size_t group) const {
-    if (f[group]) {
-        const size_t n = ggml_sparse_seal_span(bits)/GGML_SPARSE_GROUP, first = group/n*n;
-        std::fill(f.begin() + first, f.begin() + std::min(first + n, f.size()), 0);
-    }
-}
-
 void llama_sparse_shadow::invalidate() {
     for (uint32_t s = 0; s < flags.size(); ++s) {
         invalidate(s);
@@ -196,15 +180,12 @@ void llama_sparse_shadow::invalidate() {
 }
 
 void llama_sparse_shadow::invalidate(uint32_t stream, uint32_t from_group) {
-    auto & f = flags[stream];
-    for (size_t g = from_group; g < f.size(); ++g) {
-        unseal(f, g);
-    }
+    std::fill(flags[stream].begin() + std::min<size_t>(from_group, flags[stream].size()), flags[stream].end(), 0);
 }
 
 void llama_sparse_shadow::invalidate(uint32_t stream, const std::vector<uint32_t> & cells) {
     for (uint32_t i : cells) {
-        unseal(flags[stream], i/GGML_SPARSE_GROUP);
+        flags[stream][i/GGML_SPARSE_GROUP] = 0;
     }
 }
 
@@ -219,7 +200,7 @@ void llama_sparse_shadow::commit() {
 
 void llama_sparse_shadow::rollback() {
     for (const auto & [stream, group] : pending) {
-        unseal(flags[stream], group); // with codes, others of its run may have been coded with it
+        flags[stream][group] = 0;
     }
     pending.clear();
 }

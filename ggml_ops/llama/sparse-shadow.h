@@ -5,9 +5,8 @@
 //
 // A group of cells is sealed, or it is not:
 //
-//   not sealed -> sealed    seal(), which two places call: the inputs of a graph that runs SEAL (sparse-input.cpp), for groups that are complete
-//                           and that the graph does not write, or has written by an earlier stage; and llama_sparse_seal() (sparse-seal.cpp),
-//                           after a restore, when SparQ is switched on, or when a program asks
+//   not sealed -> sealed    seal(), which two places call: the inputs of a graph that runs SEAL (sparse-input.cpp), for groups that are complete;
+//                           and llama_sparse_seal() (sparse-seal.cpp), after a restore, when SparQ is switched on, or when a program asks
 //   sealed -> not sealed    invalidate(), when llama.cpp writes K or V of a cell, which each place that does so tells us by a hook
 //                           (llama-sparse-hooks.h): a batch, a restored state, a shift, a copied stream, a cleared cache; and for groups past the
 //                           view of a graph, in which no cell is in use. rollback(), when the graph that was to seal it failed
@@ -42,7 +41,7 @@ struct llama_sparse_shadow {
 
     struct layer {
         ggml_tensor * k_t     = nullptr; // [n_pos, n_embd_k_gqa, n_stream] f16, or codes
-        ggml_tensor * k_range = nullptr; // [2, n_run and more, n_embd_k_gqa, n_stream] f32: scale and zero of the codes; only with codes
+        ggml_tensor * k_range = nullptr; // [2, n_grp and more, n_embd_k_gqa, n_stream] f16: scale and zero of the codes; only with codes
         ggml_tensor * v_sum   = nullptr; // [n_embd_v_gqa, n_sum, n_stream] f32; only with mean_v
         std::string   reason;            // why there is no k_t
 
@@ -69,7 +68,6 @@ struct llama_sparse_shadow {
     const std::vector<uint8_t> & sealed(uint32_t stream) const { return flags[stream]; } // [n_grp]
 
     void invalidate();
-    // With codes the whole run of a group that was sealed: its cells had a say in the range of the others
     void invalidate(uint32_t stream, uint32_t from_group = 0);
     void invalidate(uint32_t stream, const std::vector<uint32_t> & cells);
 
@@ -79,12 +77,12 @@ struct llama_sparse_shadow {
     void commit();
     void rollback();
 
-    // calls f(group) for the complete groups below n_kv, ascending, that are not sealed and not busy [n_grp] (or NULL), until it returns false
+    // calls f(group) for the complete groups below n_kv, ascending, that are not sealed, until it returns false
     template <typename F>
-    void for_sealable(const llama_kv_cells & cells, uint32_t stream, uint32_t n_kv, const uint8_t * busy, F f) const {
-        const uint32_t n_full = std::min({ n_kv, cells.used_max_p1(), n_pos })/GGML_SPARSE_GROUP;
+    void for_sealable(const llama_kv_cells & cells, uint32_t stream, uint32_t n_kv, F f) const {
+        const uint32_t n_full = std::min(n_kv, cells.used_max_p1())/GGML_SPARSE_GROUP;
         for (uint32_t g = 0; g < n_full; ++g) {
-            bool full = !flags[stream][g] && !(busy && busy[g]);
+            bool full = !flags[stream][g];
             for (uint32_t i = 0; i < GGML_SPARSE_GROUP && full; ++i) {
                 full = !cells.is_empty(g*GGML_SPARSE_GROUP + i);
             }
@@ -103,11 +101,8 @@ struct llama_sparse_shadow {
     llama_sparse_pages pages; // of documents, where K and V lie
 
 private:
-    void unseal(std::vector<uint8_t> & flags, size_t group) const;
-
     std::vector<layer> layers; // by layer of the cache
     int32_t            bits      = 16;
-    uint32_t           n_pos     = 0; // that k_t has room for; a group beyond them is never sealed
     bool               has_v_sum = false;
 
     std::vector<ggml_context_ptr>        ctxs;

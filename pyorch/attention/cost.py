@@ -15,10 +15,9 @@ from pyorch.attention.spec import AttentionSpec
 from pyorch.models.geometry import Geometry
 
 SHADOW_BYTES = {"f16": 2.0, "q8": 1.0, "q4": 0.5}  # bytes per element of the transposed K
-RUN = 512  # positions of a component that share a scale and a zero (two f32) where K is quantised
-SPREAD_RUNS = 4  # runs whose scales say how far each component spreads
-GROUP = 64  # positions sealed together; the sums of V are per group ..
-GROUPS_PER_SUM = 16  # .. and once more per this many groups
+GROUP = 128  # positions sealed together, with a scale and a zero (two f16) where K is quantised ..
+GROUPS_PER_SUM = 8  # .. and a sum of V, and one more per this many groups
+SPREAD_GROUPS = 8  # groups whose scales say how far each component spreads
 CELLS = 256  # llama.cpp looks at the cache in blocks of this many positions
 N_BATCH = 512  # tokens of a prompt that are evaluated at once, by default
 
@@ -83,8 +82,7 @@ def split(
         return _dense(n_pos, head_dim, f"not above min_ctx {spec.min_ctx}")
     n_values = head_dim + (head_dim if head_dim_v is None else head_dim_v)
     rank = _rank(spec, head_dim, n_values, il)
-    element = SHADOW_BYTES[spec.shadow] + _scale_bytes(spec, RUN) / RUN
-    share = rank * element / (2 * n_values)
+    share = rank * _group_bytes(spec) / (GROUP * 2 * n_values)
     cached = range(n_layer) if cached is None else cached
     if _topk(spec, n_cells, share, il, cached) >= n_cells:
         return _dense(n_pos, head_dim, "k covers every position")
@@ -176,8 +174,10 @@ def _scan_bytes(spec: AttentionSpec, s: Split, geo: Geometry, n_pos: int, k_byte
     """The bytes per KV head that scoring every position takes."""
     if spec.method == "topk":
         return n_pos * geo.head_dim_k * k_bytes
-    scan = n_pos * s.rank * SHADOW_BYTES[spec.shadow] + s.rank * _scale_bytes(spec, n_pos)
-    return scan + min(SPREAD_RUNS, n_pos // RUN) * _scale_bytes(spec, 1) * geo.head_dim_k
+    groups = n_pos // GROUP
+    spread = min(SPREAD_GROUPS, groups) * _scale_bytes(spec) * geo.head_dim_k
+    rows = n_pos % GROUP * geo.head_dim_k * k_bytes
+    return groups * s.rank * _group_bytes(spec) + spread + rows
 
 
 def mean_bytes(n_pos: int, d_v: int, row_bytes: float) -> float:
@@ -187,9 +187,14 @@ def mean_bytes(n_pos: int, d_v: int, row_bytes: float) -> float:
     return n_sum * d_v * 4 + n_pos % GROUP * row_bytes
 
 
-def _scale_bytes(spec: AttentionSpec, n_pos: int) -> int:
-    """The bytes of the scales and zeros for one component of the transposed K."""
-    return 0 if spec.shadow == "f16" else -(-n_pos // RUN) * 8
+def _scale_bytes(spec: AttentionSpec) -> int:
+    """The bytes of the scale and zero of a group of one component of the transposed K."""
+    return 0 if spec.shadow == "f16" else 4
+
+
+def _group_bytes(spec: AttentionSpec) -> float:
+    """The bytes of a group of one component of the transposed K."""
+    return GROUP * SHADOW_BYTES[spec.shadow] + _scale_bytes(spec)
 
 
 def uses_mean_v(spec: AttentionSpec) -> bool:

@@ -18,7 +18,7 @@ SEAL, VISIBLE, SCORE, SELECT, SCORE_SELECT, ATTEND, PREFILL = range(7)
 
 _SCORE = {"q": 0, "k": 1, "mask": 2, "stats": 4, "sealed": 5, "k_t": 6, "k_range": 7}
 _PREFILL = {"q": 0, "k": 1, "mask": 2, "sinks": 3, "stats": 4, "v": 6}
-_SEAL = {"list": 0, "k": 1, "stats": 4, "sealed": 5, "k_t": 6, "k_range": 7, "v": 8, "v_sum": 9}
+_SEAL = {"list": 0, "k": 1, "stats": 4, "k_t": 6, "k_range": 7, "v": 8, "v_sum": 9}
 
 SLOTS: dict[int, dict[str, int]] = {
     SEAL: _SEAL,

@@ -210,9 +210,9 @@ def test_what_does_not_fit_a_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("line", "n_pos", "rank", "topk", "local"),
     [
-        ("sparq,ratio=1/2", 16384, 64, 7136, 1784),  # r = d/2: 1/15 of the bytes; the rest for rows
-        ("sparq,ratio=1/8", 16384, 64, 992, 248),  # half and half
-        ("sparq,ratio=1/32", 16384, 16, 248, 62),
+        ("sparq,ratio=1/2", 16384, 64, 7104, 1776),  # r = d/2: 1/15 of the bytes; the rest for rows
+        ("sparq,ratio=1/8", 16384, 64, 960, 240),  # half and half
+        ("sparq,ratio=1/32", 16384, 16, 240, 60),
         ("sparq,ratio=1/8", 1200, 64, 128, 32),  # never below min_k
         ("sparq,rank=32,topk=128", 4096, 32, 128, 32),  # the paper's recipe
         ("sparq,rank=32,topk=128,local=7", 4096, 32, 128, 7),

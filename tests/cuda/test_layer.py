@@ -15,7 +15,9 @@ from dataclasses import replace
 import cases
 import numpy as np
 import pytest
+import test_quant
 from cases import Case
+from ggml_ctypes import ScoreParams, ScoreSelectParams, SelectParams
 from graphs import sparse_run
 from test_mixed_kinds import CASES as MIXED
 from test_mixed_kinds import test_mixed_batch as check_mixed_batch
@@ -52,11 +54,34 @@ def test_as_separate_launches(heads: tuple[int, int], n_sm: int, ggml) -> None:
     check(ggml, cases.make(case), n_sm)
 
 
+@pytest.mark.parametrize("n_bit", test_quant.BITS)
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_codes(n_bit: int, heads: tuple[int, int], ggml) -> None:
+    """With runs that end early, or have groups for one of two tokens or none."""
+    n_kv = 11 * cases.GROUP
+    rng = np.random.default_rng(n_bit)
+    k, v = (test_quant.keys(rng, (1, n_kv, heads[1], 64)) for _ in "kv")
+    q = rng.standard_normal((1, 2, heads[0], 64)).astype(np.float32)
+    shadow, sealed = test_quant.shadow_of(ggml, n_bit, k, np.arange(11) != 6)
+    sealed[0, 9] = 2
+    params = ScoreSelectParams(ScoreParams(16, 0.125, 0, 0, n_bit), SelectParams(99, heads[1], 0))
+    given = test_quant.given_of(shadow, q, k, sealed, np.zeros((1, 1, 2, n_kv), np.float32))
+    given |= {"v": v, "wanted": np.broadcast_to(np.r_[99, 0, 0], (1, 1, 2, 3))}
+    got, before = [], ggml.n_fused
+    for plan in ({"fuse": False}, {"n_sm": 1}, {"n_sm": 200}):
+        with planned(ggml, **plan), ggml.graph() as g:
+            out = g.node("sparq_attn", params, **given)
+            g.compute(out)
+            got.append(g.read(out))
+    assert np.abs(np.subtract(got, got[0])).max() <= 2e-5 * np.abs(v).max()
+    assert ggml.n_fused == before + 2, "it was not one launch"
+
+
 @pytest.mark.parametrize("sealed", ["none", "mixed", "all"])
 @pytest.mark.parametrize("n_sm", N_SM)
 def test_groups_read_by_rows(sealed: str, n_sm: int, ggml) -> None:
     """47 groups: more than are shared by the blocks of a cluster, if none is sealed."""
-    check(ggml, cases.make(Case(n_kv=3000, heads=(4, 2), sealed=sealed, extra="mean_v")), n_sm)
+    check(ggml, cases.make(Case(n_kv=6000, heads=(4, 2), sealed=sealed, extra="mean_v")), n_sm)
 
 
 def with_logits(heads: tuple[int, int], logits: np.ndarray, topk: str = "64") -> cases.Data:

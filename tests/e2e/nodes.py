@@ -40,7 +40,6 @@ from pyorch.native.slots import ATTEND, PREFILL, SCORE, SCORE_SELECT, SEAL, SELE
 from pyorch.native.slots import source_of as _source
 from pyorch.native.tensor import Tensor, floats, view
 
-RUN = 512  # GGML_SPARSE_RUN
 _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 
@@ -62,11 +61,11 @@ def shadow_values(k_t: Tensor, k_range: Tensor | None, n_bit: int) -> tuple[np.n
     if n_bit == 4:  # low halves, then high halves
         lines = np.concatenate([lines & 15, lines >> 4], axis=3)
     codes = lines.reshape(*codes.shape[:2], -1)
-    n_run = codes.shape[2] // RUN  # behind them either has padding
-    ranges = read(k_range)[:, :n_run]  # (n_stream, n_run, components, 2)
-    codes = codes[..., : n_run * RUN]
-    step, zero = (np.repeat(ranges[..., i].swapaxes(1, 2), RUN, axis=2) for i in (0, 1))
-    with np.errstate(invalid="ignore", over="ignore"):  # ranges of runs that were never sealed
+    ranges = read(k_range)  # (n_stream, n_grp, components, 2)
+    n_grp = min(codes.shape[2] // GROUP, ranges.shape[1])  # behind them either has padding
+    codes, ranges = codes[..., : n_grp * GROUP], ranges[:, :n_grp].astype(np.float32)
+    step, zero = (np.repeat(ranges[..., i].swapaxes(1, 2), GROUP, axis=2) for i in (0, 1))
+    with np.errstate(invalid="ignore", over="ignore"):  # ranges of groups that were never sealed
         return zero + step * codes, step
 
 
@@ -208,17 +207,23 @@ class Watch:
         slopes = oracle.alibi_slopes(q.shape[2], p.max_bias)
         errors = Errors("score")
         n_kv, n_head_kv, d = k.shape[1:]
-        keys, steps = k.astype(np.float32), np.zeros((q.shape[0], n_head_kv, n_kv, d), np.float32)
-        keys = keys.swapaxes(1, 2)
+        keys = k.astype(np.float32).swapaxes(1, 2)
+        first = np.zeros((q.shape[0], -(-n_kv // GROUP)), int)
+        values, code_steps = keys, np.zeros(keys.shape, np.float32)
         if k_t:
-            keys, steps = self._shadow(keys, k_t, _source(t, "k_range"), read(sealed)[0, 0], p)
+            first = read(sealed)[0, 0]
+            values, code_steps = self._shadow(keys, k_t, _source(t, "k_range"), first, p)
         for s, tok, h in np.ndindex(q.shape[0], q.shape[1], n_head_kv):
             heads = slice(h * n_group_q, (h + 1) * n_group_q)
-            qh, kh = q[s, tok, heads], keys[s, h]
+            qh, from_codes = q[s, tok, heads], (first[s] > 0) & (first[s] <= tok + 1)
+            in_shadow = np.repeat(from_codes, GROUP)[:n_kv, None]
+            kh, steps = (
+                np.where(in_shadow, x[s, h], y) for x, y in ((values, keys[s, h]), (code_steps, 0))
+            )
             spread = None
             if k_t and p.n_bit < 16:
                 ranges = read(_source(t, "k_range"))[s, :, h * d : (h + 1) * d]
-                spread = oracle.spread_of(ranges, read(sealed)[0, 0, s], n_kv, p.n_bit)
+                spread = oracle.spread_of(ranges, from_codes, n_kv, p.n_bit)
             components = oracle.select_components(qh, p.rank, spread) if k_t else None
             bias = oracle.make_bias(mask[s, 0, tok].astype(np.float64), slopes[heads])
             want, plain = (
@@ -235,27 +240,24 @@ class Watch:
             if k_t and p.n_bit < 16:
                 # coefficients are rounded; a code is at most so far from the middle one
                 half_step, middle = (0.5 / 127, 7.5) if p.n_bit == 4 else (0.5 / 4096, 127.5)
-                largest = np.abs(qh[:, components, None] * steps[s, h].T[components]).max(axis=1)
+                largest = np.abs(qh[:, components, None] * steps.T[components]).max(axis=1)
                 allowed = 1.001 * factor[:, None] * p.rank * half_step * middle * largest
                 seen = ~np.isneginf(want)
                 off = result[seen] - want[seen]
                 result = result.copy()
                 result[seen] -= np.clip(off, -allowed[seen], allowed[seen])
             # codes are summed apart from their zero: terms are larger than the keys
-            terms = np.abs(kh) + steps[s, h] * ((1 << p.n_bit) - 1 if k_t else 0)
+            terms = np.abs(kh) + steps * ((1 << p.n_bit) - 1 if k_t else 0)
             errors.add(result, want, plain, score_scale(qh, terms, bias, factor))
         errors.check()
 
     def _shadow(
         self, k: np.ndarray, k_t: Tensor, k_range: Tensor | None, sealed: np.ndarray, p: ScoreParams
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Keys as SCORE reads them, and steps of the codes: both (n_stream, n_head_kv, n_kv, d)."""
+        """What k_t holds, and steps of the codes: both (n_stream, n_head_kv, n_kv, d)."""
         n_kv = k.shape[2]
         values, steps = (
-            # zeros for the last group, which rows of f16 have no room for
-            np.pad(x[..., :n_kv], [(0, 0)] * (x.ndim - 1) + [(0, max(0, n_kv - x.shape[-1]))])
-            .reshape(*k.shape[:2], k.shape[3], -1)
-            .swapaxes(2, 3)
+            x[..., :n_kv].reshape(*k.shape[:2], k.shape[3], -1).swapaxes(2, 3)
             for x in shadow_values(k_t, k_range, p.n_bit)
         )
         in_shadow = np.repeat(sealed != 0, GROUP, axis=1)[:, None, :n_kv, None]
@@ -270,7 +272,7 @@ class Watch:
             near = np.abs(values - exact) <= allowed
         stale = in_shadow & ~near
         assert not stale.any(), f"k_t is stale in cells {np.flatnonzero(stale.any(axis=(0, 1, 3)))}"
-        return np.where(in_shadow, values, k), np.where(in_shadow, steps, 0)
+        return values, steps
 
     def _select(self, t: Tensor) -> None:
         logits, wanted = (read(_source(t, name)) for name in ("logits", "wanted"))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny as tiny_models
+from cases import GROUP
 from llama import Context, Model, from_child
 from quick import pairwise
 from test_engine import n_wrong
@@ -134,7 +135,7 @@ def test_a_text_that_does_not_fit_is_not_begun(
 def test_types_and_lengths(
     tiny: Path, tmp_path: Path, types: tuple[str, str], shadow: str, n: int
 ) -> None:
-    """Lengths of less than a run, and such that fill the cache of the one who reads."""
+    """Lengths of less than a group, and such that fill the cache of the one who reads."""
     spec = f"sparq,rank=8,topk=16,min_ctx=0,shadow={shadow}"
     options = {"type_k": types[0], "type_v": types[1], "attention": spec}
     with engine.load(tiny, n_ctx=max(n, 256), **options) as s:
@@ -288,7 +289,7 @@ def test_another_layout_is_another_transposed_k(tiny: Path, book: Path) -> None:
     for other in (kind, f"{kind},layout={int(layout) + 1}"):
         with engine.load(tiny, attention=SPARSE) as s:
             open_as(s, whole, kind=other)
-            assert engine.info(s).counter("groups_sealed") == N_TEXT // 64 * s.geometry.n_layer
+            assert engine.info(s).counter("groups_sealed") == N_TEXT // GROUP * s.geometry.n_layer
             assert same(continued(s), wanted)
 
 

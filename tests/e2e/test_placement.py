@@ -15,6 +15,7 @@ import fake_device
 import numpy as np
 import pytest
 import tiny as tiny_models
+from cases import GROUP
 from llama import Context, Model, environment, from_child
 from quick import pairwise
 
@@ -99,7 +100,7 @@ def test_layers_on_two_devices(name: str, run) -> None:
         assert sum(device[key] for device in there) == alone[key], key
     assert_same(got, want)  # counters and shadow, read back from the devices
     if name == "restored":
-        assert got["sealed"] == N_LAYER * (N_PROMPT // 64)
+        assert got["sealed"] == N_LAYER * (N_PROMPT // GROUP)
     if spec.startswith("sparq"):
         assert got["differ"] == 0 and got["info"]["shadow_bytes"] > 0
         assert got["info"]["counters"]["calls_sparse"] > 0
@@ -318,7 +319,7 @@ def test_short_on_a_device(key: str, why: str, run) -> None:
     got = run(spec, ALL)
     assert got["bits"] == run("off", 0)["bits"] and reasons(got) == {why}
     assert got["differ"] == 0
-    assert got["info"]["counters"]["groups_sealed"] == N_LAYER * (N_PROMPT // 64)
+    assert got["info"]["counters"]["groups_sealed"] == N_LAYER * ((N_PROMPT + N_DECODE) // GROUP)
     assert (run(spec, 0)["bits"] == run(SPARQ, 0)["bits"]) == ("gpu" in key)
 
 

@@ -31,10 +31,10 @@ CHANGES = {
     "counters": ("sparse-params.h", "X(PREFILL)   ", "X(NEW) X(PREFILL)   "),
     "order of codes": ("sparse-codes.h", "t/16*4 + t%4;", "t/16*4 + 3 - t%4;"),
     "halves of a byte": ("sparse-codes.h", "/GGML_SPARSE_LINE*n_bit; }", "%2*n_bit; }"),
-    "group": ("sparse-params.h", "SPARSE_GROUP 64 ", "SPARSE_GROUP 32 "),
-    "run": ("sparse-params.h", "SPARSE_RUN   512", "SPARSE_RUN   1024"),
-    "sum block": ("sparse-params.h", "SPARSE_SUM   16", "SPARSE_SUM   8"),
-    "rows of sums": ("sparse-params.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "17 + 15; }"),
+    "group": ("sparse-params.h", "SPARSE_GROUP 128 ", "SPARSE_GROUP 256 "),
+    "scales": ("sparse-codes.h", "? 4 : 0; }", "? 8 : 0; }"),
+    "sum block": ("sparse-params.h", "SPARSE_SUM   8", "SPARSE_SUM   16"),
+    "rows of sums": ("sparse-params.h", "(GGML_SPARSE_SUM + 1) + GGML_SPARSE_SUM; }", "9 + 7; }"),
 }
 
 

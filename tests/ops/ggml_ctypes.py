@@ -53,8 +53,8 @@ DTYPES = {
 }
 BLOCK_BYTES = {kind: row_bytes(32, kind) for kind in BLOCKS}
 NUMPY_TYPE = {BY_NAME[name].number: (name, dtype) for name, dtype in DTYPES.items()}
-KINDS = {"q": "f32", "k": "f16", "v": "f16", "mask": "f16", "k_t": "f16", "stats": "i64"}
-KINDS |= dict.fromkeys(("k_range", "v_sum", "logits", "sinks"), "f32")  # others are i32
+KINDS = {"q": "f32", "v_sum": "f32", "logits": "f32", "sinks": "f32", "stats": "i64"}
+KINDS |= dict.fromkeys(("k", "v", "mask", "k_t", "k_range"), "f16")  # others are i32
 
 
 class Ggml:

@@ -17,7 +17,7 @@ from tolerances import EPS32
 
 CASES = [
     Case(n_kv=501, heads=(8, 2), d=64, batch=(3, 2), mask="part", extra="mean_v"),
-    Case(n_kv=700, heads=(4, 4), d=80, type_k="bf16", batch=(3, 1), mask="part", extra="sinks"),
+    Case(n_kv=701, heads=(4, 4), d=80, type_k="bf16", batch=(3, 1), mask="part", extra="sinks"),
     Case(n_kv=500, heads=(7, 1), d=100, type_k="f32", batch=(2, 2), extra="softcap", strided=True),
     Case(n_kv=900, heads=(6, 2), d=64, type_k="q8_0", batch=(3, 1), mask="part", seed=1),
     Case(n_kv=600, heads=(4, 4), d=96, type_k="q4_0", batch=(2, 2), extra="mean_v", seed=2),
@@ -134,7 +134,7 @@ def test_tokens_of_one_sequence(case: Case, exact: bool, ggml: Ggml) -> None:
             q=data.q[:, i : i + 1],
             k=k,
             v=v,
-            sealed=data.sealed[:, : -(-n_kv // 64)],
+            sealed=data.sealed[:, : -(-n_kv // cases.GROUP)],
             mask=mask[:, :, i : i + 1, :n_kv],
             kl=data.kl[:, :, i : i + 1],
             forced=np.where(data.forced < n_kv, data.forced, -1)[:, :, i : i + 1],

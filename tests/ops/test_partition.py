@@ -89,7 +89,7 @@ def read(ggml: Counting, n_pos: int, n_bit: int, topk: int, n_threads: int) -> l
     with ggml.graph() as g:
         k, v = (ggml.zeros(g, "f16", 1, n_pos, N_KV, D) for _ in "kv")
         mask = np.zeros((1, 1, 1, n_pos), np.float32)
-        visible = np.full((1, 1, 1, n_pos // 64), 64)
+        visible = np.full((1, 1, 1, n_pos // 128), 128)
         given = {"q": query(), "k": k, "v": v, "mask": mask, "visible": visible}
         if n_bit == 0:
             out = g.node("attend", AttendParams(D**-0.5, 0, 0, 0), **given)
@@ -98,11 +98,11 @@ def read(ggml: Counting, n_pos: int, n_bit: int, topk: int, n_threads: int) -> l
                 given["k_t"] = ggml.zeros(g, "f16", 1, N_KV * D, n_pos + 192)
             else:
                 given["k_t"] = ggml.zeros(g, "i8", 1, N_KV * D, n_pos * n_bit // 8 + 192)
-                given["k_range"] = ggml.zeros(g, "f32", 1, n_pos // 512, N_KV * D, 2)
+                given["k_range"] = ggml.zeros(g, "f16", 1, n_pos // 128, N_KV * D, 2)
             n_local = topk // 4
             newest = np.arange(n_pos - 1, n_pos - 1 - n_local, -1)
             given["wanted"] = np.r_[topk, n_local, newest, np.arange(4)].reshape(1, 1, 1, -1)
-            given["sealed"] = np.ones((1, 1, 1, n_pos // 64))
+            given["sealed"] = np.ones((1, 1, 1, n_pos // 128))
             score = ScoreParams(32, D**-0.5, 0, 0, n_bit)
             params = ScoreSelectParams(score, SelectParams(topk, N_KV, n_local, 0))
             out = g.node("sparq_attn", params, **given)

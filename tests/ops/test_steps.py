@@ -100,10 +100,9 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
     n_visible = int(visible.sum()) * n_head_kv
     n_read = sum(map(len, chosen.cells.values()))
 
-    size = np.minimum(GROUP, case.n_kv - GROUP * np.arange(visible.shape[-1]))
     sealed = data.sealed[:, None] != 0
     scored = np.where(
-        visible == 0, 0, np.where(sealed, size * 2 * case.rank_value, visible * row_k)
+        visible == 0, 0, np.where(sealed, GROUP * 2 * case.rank_value, visible * row_k)
     ).sum()
     mean = 0
     if case.mean_v:
@@ -133,10 +132,10 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
 @pytest.mark.parametrize("rank", [1, 5, 63])
 def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
     """Components of equal |q|: the lowest ones are kept. With keys that tell which ones were."""
-    case = Case(n_kv=64, heads=(n_head, 1), rank=str(rank), mask="open", sealed="all", type_k="f32")
+    case = Case(128, heads=(n_head, 1), rank=str(rank), mask="open", sealed="all", type_k="f32")
     data = cases.make(case)
     data.q[:] = np.round(data.q / 3)
-    data.k[0, :, 0] = np.eye(64) * 4  # position t sees component t
+    data.k[0, :, 0] = np.tile(np.eye(64) * 4, (2, 1))  # position t sees component t % 64
     data.k_t[0] = data.k[0, :, 0].T
     with ggml.graph() as g:
         out = graphs.score(Sources(data, g))
@@ -144,9 +143,9 @@ def test_score_component_ties(n_head: int, rank: int, ggml: Ggml) -> None:
         got = g.read(out)[0, 0]
     kept = oracle.select_components(data.q[0, 0], rank)
     want = np.zeros_like(got)
-    want[:, kept] = oracle.logits_of(
+    want.reshape(n_head, 2, 64)[..., kept] = oracle.logits_of(
         data.q[0, 0], data.k[0, :, 0], np.zeros_like(got), case.scale, 0, kept
-    )[:, kept]
+    ).reshape(n_head, 2, 64)[..., kept]
     assert np.allclose(got, want, rtol=1e-5, atol=0)
 
 
@@ -165,7 +164,7 @@ def sealed(ggml, k: np.ndarray, type_k: str, groups, before: np.ndarray, n_rot=0
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize(
     ("n_kv", "d", "n_head_kv", "n_stream"),
-    [(64, 64, 1, 1), (640, 128, 2, 1), (200, 80, 3, 2), (31, 96, 1, 2), (4160, 64, 2, 1)],
+    [(128, 64, 1, 1), (1280, 128, 2, 1), (400, 80, 3, 2), (31, 96, 1, 2), (4224, 64, 2, 1)],
 )
 @pytest.mark.parametrize("strided", [False, True])
 def test_seal_writes_listed_groups_only(
@@ -239,31 +238,31 @@ def test_seal_writes_listed_groups_only(
 @pytest.mark.parametrize(("d", "n_rot"), [(64, 64), (192, 64), (128, 128), (256, 32)])
 def test_seal_turns_k_back(type_k, d, n_rot, ggml) -> None:
     rng = np.random.default_rng(d)
-    k = cases.to_type(rng.standard_normal((1, 150, 2, d)) * 3, type_k)
-    got = sealed(ggml, k, type_k, [1, 2], np.full((1, 2 * d, 150), 7.0), n_rot).astype(np.float32)
-    want = oracle.hadamard(k, n_rot)[0].reshape(150, -1).T
+    k = cases.to_type(rng.standard_normal((1, 256, 2, d)) * 3, type_k)
+    got = sealed(ggml, k, type_k, [1], np.full((1, 2 * d, 256), 7.0), n_rot).astype(np.float32)
+    want = oracle.hadamard(k, n_rot)[0].reshape(256, -1).T
     size = np.linalg.norm(k, axis=-1).max()
-    assert np.abs(got - want)[:, 64:].max() <= 2**-11 * np.abs(want).max() + 8 * EPS32 * size
-    assert (got[:, :64] == 7).all()
+    assert np.abs(got - want)[:, 128:].max() <= 2**-11 * np.abs(want).max() + 8 * EPS32 * size
+    assert (got[:, :128] == 7).all()
 
 
 @pytest.mark.parametrize("type_k", ["f32", "bf16", "f16"])
 def test_seal_clamps_to_f16(type_k, ggml) -> None:
-    k = np.zeros((1, 64, 1, 64), np.float32)
+    k = np.zeros((1, 128, 1, 64), np.float32)
     k[0, :4, 0, 0] = [1e9, -1e9, 65504, 7e4]
     k[0, 40, 0, 63] = -np.inf
-    got = sealed(ggml, k, type_k, [0], np.zeros((1, 64, 64)))
+    got = sealed(ggml, k, type_k, [0], np.zeros((1, 64, 128)))
     # bf16 has no 65504: it rounds to 65536, beyond f16
     assert got[0, :5].tolist() == [65504, -65504, 65504, 65504, 0]
     assert got[63, 40] == -65504
 
 
-def test_seal_last_group_may_be_incomplete(ggml) -> None:
-    """The view of the cache may end inside a group: columns past it stay as they are."""
-    k = cases.to_type(np.random.default_rng(0).standard_normal((1, 70, 1, 64)), "f16")
-    got = sealed(ggml, k, "f16", [1], np.full((1, 64, 128), 7.0))
-    assert np.array_equal(got[:, 64:70], k[0, 64:, 0].T.astype(np.float16))
-    assert (got[:, :64] == 7).all() and (got[:, 70:] == 7).all()
+def test_an_incomplete_group_is_not_sealed(ggml) -> None:
+    """The view of the cache may end inside a group."""
+    k = cases.to_type(np.random.default_rng(0).standard_normal((1, 250, 1, 64)), "f16")
+    got = sealed(ggml, k, "f16", [0, 1], np.full((1, 64, 256), 7.0))
+    assert np.array_equal(got[:, :128], k[0, :128, 0].T.astype(np.float16))
+    assert (got[:, 128:] == 7).all()
 
 
 # ---- SELECT ----

@@ -51,8 +51,7 @@ def seal_all(ggml: Ggml, data: cases.Data, n_threads: int) -> list[np.ndarray]:
         g.compute(out, n_threads=n_threads)
         res = [g.read(out), g.read(v_sum)]
     shadow = test_quant.Shadow.empty(4, len(k), case.heads[1] * case.d, case.n_kv)
-    sealed = np.ones((len(k), n_grp), np.int32)
-    shadow = test_quant.seal(ggml, shadow, k, sealed, groups, case.type_k, n_threads=n_threads)
+    shadow = test_quant.seal(ggml, shadow, k, groups, case.type_k, n_threads=n_threads)
     return [*res, shadow.codes, shadow.ranges]
 
 

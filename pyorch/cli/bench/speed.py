@@ -374,8 +374,7 @@ def check_calls(case: SpeedCase, counters: Mapping[str, int], n_layer: int) -> N
         n_decoded = case.n_gen - (case.n_depth == 0)  # the first token of a text is its prompt
         refuse_idle(what, counters, case.counter, calls * n_decoded)
     elif case.spec.method == "sparq":
-        # the last batch's groups are left to the tokens that follow
-        n_groups = max(case.n_prompt - N_BATCH, 0) // GROUP
+        n_groups = case.n_prompt // GROUP
         refuse_idle(what, counters, "groups_sealed", calls * n_groups, at_least=True)
 
 
