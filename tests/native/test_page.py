@@ -23,12 +23,11 @@ exit 0
 @pytest.fixture
 def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sdist, path = tmp_path / "sdist", tmp_path / "bin" / "npm"
-    for name in ("llama_cpp/x", "vendor/llama.cpp/CMakeLists.txt"):
-        (sdist / name).parent.mkdir(parents=True, exist_ok=True)
-        (sdist / name).touch()
-    ui = sdist / "vendor/llama.cpp/tools/ui"
-    ui.mkdir(parents=True)
-    (ui / "package.json").write_text("a page")
+    files = {"llama_cpp/x": "", "CMakeLists.txt": "", "tools/ui/package.json": "a page"}
+    for name, text in files.items():
+        file = sdist / ("" if "_" in name else "vendor/llama.cpp") / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     path.parent.mkdir()
     path.write_text(NPM)
     path.chmod(0o755)
