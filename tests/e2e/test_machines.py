@@ -310,8 +310,8 @@ def test_a_worker_that_reads_nothing_for_long_is_waited_for() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "generate -m MODEL -p x --rpc 8.8.8.8",
-        "generate -m MODEL -p x --rpc 127.0.0.1:PORT",
+        "generate -m MODEL -p x -a off --rpc 8.8.8.8",
+        "generate -m MODEL -p x -a off --rpc 127.0.0.1:PORT",
         "explain -m MODEL --rpc 127.0.0.1:PORT",
         "worker --host 0.0.0.0",
         "worker --host ::1 --insecure",
