@@ -19,13 +19,14 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu bench-gpu gpu-all wheels wheel-cuda figures fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu test-vulkan bench-gpu gpu-all wheels wheel-cuda figures fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
 
 # both build for, and run on, the CPU, even where a GPU is
 test test-server test-all test-archs archs-table: export SPARQ_CUDA = 0
+test test-server test-all test-archs archs-table: export SPARQ_VULKAN = 0
 # threads that spin while they wait take the core that another process of the tests needs
 test test-server test-all test-archs archs-table test-lowest: export OMP_WAIT_POLICY = passive
 
@@ -49,6 +50,10 @@ archs-table: build $(DEV) ## writes what that suite finds to docs/architectures.
 test-gpu: build $(DEV)  ## with a CUDA device: the op tests on it, decoding, compute-sanitizer
 	SPARQ_TEST_DEVICE=cuda $(PYTEST) -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py
 	$(PYTEST) -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
+
+test-vulkan: $(DEV)     ## builds with Vulkan (half an hour), then its tests, on any device or Mesa's software
+	$(RUN)/sparq-cpp build --vulkan
+	$(PYTEST) tests/e2e/test_on_vulkan.py $(ARGS)
 
 bench-gpu: build        ## with a CUDA device: attention by itself and tokens, as records
 	$(RUN)/python -m bench gpu_attention

@@ -20,7 +20,6 @@ MEASUREMENTS = {
 OTHERS = {
     "ablations": "bench.papers.ablations:command",
     "draw": "bench.draw:command",
-    "gpu_real_text": "bench.gpu.real_text:command",
 }
 
 

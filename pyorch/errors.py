@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MANY = 20  # names, of which a line shows the nearest alone
+
 
 class SparqError(Exception):
     """A failure that is reported in one line, with a second line on what to do about it.
@@ -20,8 +22,10 @@ class SparqError(Exception):
 
 
 def nearest(what: str, value: str, allowed: Iterable[str]) -> SparqError:
-    """The error for a name that is not among `allowed`; its hint names the closest one."""
+    """The error for a name that is not among `allowed`; its hint names the closest ones, or all of
+    a few."""
     names = list(allowed)
-    match = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
-    hint = f"did you mean {match[0]}?" if match else f"one of: {', '.join(names)}"
+    cutoff = 0.5 if len(names) <= MANY else 0
+    near = difflib.get_close_matches(value.lower(), names, n=3, cutoff=cutoff)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"one of: {', '.join(names)}"
     return SparqError(f"unknown {what} {value!r}", hint, exit_code=2)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hub_server import Hub
 
 # What a user has set for their own use would change what the programs under test do.
-_OF_TESTS = ["TEST", "FUZZ", "LOAD", "CACHE", "LLAMA", "CUDA", "LIBRARY"]
+_OF_TESTS = ["TEST", "FUZZ", "LOAD", "CACHE", "LLAMA", "CUDA", "VULKAN", "LIBRARY"]
 for name in [*os.environ]:
     theirs = name.startswith("SPARQ_") and name.split("_")[1] not in _OF_TESTS
     if theirs or name in ("FORCE_COLOR", "TTY_COMPATIBLE", "HF_HUB_OFFLINE"):
@@ -180,7 +180,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     folders of documents of its own; with `terminal`, stdin and stderr pass for one. `explain` does
     not measure the memory's speed, which takes seconds: test_machines.py runs it whole."""
 
-    monkeypatch.setattr("pyorch.measure.bandwidth.measured", lambda n_threads: 1e10)
+    monkeypatch.setattr("pyorch.engine.bandwidth.measured", lambda n_threads: 1e10)
     monkeypatch.setattr(paths, "documents", lambda: tmp_path / "documents")
     monkeypatch.setattr(paths, "kept_texts", lambda: tmp_path / "texts")
     for command in ("GENERATE", "CHAT", "DEMO", "READ"):  # busy threads wait for each other

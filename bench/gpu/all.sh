@@ -77,11 +77,6 @@ step attention 1800 "$python" -m bench gpu_attention
 step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
 step tokens 1800 "$python" -m bench gpu_tokens
 step in-memory 170 "$python" -m bench gpu_in_memory
-if [ -n "${SPARQ_MODEL:-}" ]; then # a real model, say Qwen2.5-Coder-1.5B
-    step in-memory-text 150 "$python" -m bench gpu_real_text -m "$SPARQ_MODEL"
-else
-    echo "== in-memory-text: left out, SPARQ_MODEL names no model" | tee -a gpu-all.log
-fi
 step in-memory-part 100 "$python" -m bench gpu_in_memory --card 24
 # threads that wait for the device's part of a layer without sleeping; its records are not those of the case
 step in-memory-spin 100 env GOMP_SPINCOUNT=1000000 "$python" -m bench gpu_in_memory -fa 1 -a sparq,ratio=1/32,gpu_min_mb=0 --out gpu-all.spin

@@ -34,9 +34,10 @@ from pyorch.cli.bench.measurement import Done, Measurement, number_option, specs
 from pyorch.cli.groups import option, several
 from pyorch.cli.terminal import note
 from pyorch.cli.types import Number, Numbers
+from pyorch.engine import bandwidth
 from pyorch.errors import SparqError
 from pyorch.ggml import MAX_THREADS
-from pyorch.measure import bandwidth, records, state
+from pyorch.measure import records, state
 from pyorch.measure.records import Record, Result, optional
 from pyorch.measure.room import Synthetic
 from pyorch.measure.turns import FLOATS, OFF

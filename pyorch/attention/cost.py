@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyorch.attention.spec import AttentionSpec
 from pyorch.models.geometry import Geometry
@@ -53,6 +53,10 @@ class LayerCost:
     bytes_dense: int
     bytes_read: int
     ours: bool
+
+    def made_dense(self, reason: str) -> LayerCost:
+        split = replace(self.split, dense=True, reason=reason)
+        return replace(self, split=split, bytes_read=self.bytes_dense)
 
 
 def split(

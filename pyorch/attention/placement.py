@@ -19,7 +19,24 @@ from pyorch.ggml import TensorType
 from pyorch.models.geometry import Geometry
 
 CACHE_LINE = 64  # bytes
+MAIN_MEMORY = 1 << 62  # bytes that are free on a GPU without memory of its own: counted elsewhere
 MARGIN = 1 << 30  # bytes of a GPU that computing takes, as llama.cpp's own --fit leaves free
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a GPU without our kernels, where attention is dense, and of this machine's memory beside
+    it: bytes that each reads per second, and the seconds by which a token waits for a layer whose K
+    and V lie in memory."""
+
+    gpu: float
+    memory: float
+    wait: float
+
+    def gain(self, layer: cost.LayerCost) -> bool:
+        """Whether a token takes less time with K and V of a layer in memory."""
+        in_memory = layer.bytes_read / self.memory + self.wait
+        return in_memory < layer.bytes_dense / self.gpu
 
 
 @dataclass(frozen=True)
@@ -82,32 +99,38 @@ class Cache:
         own = self.geo.own_layers
         return {il: later.kv_bytes([il]) + later.shadow_bytes([il]) for il in own}
 
-    def in_memory(self, free: int, layers: Collection[int]) -> tuple[int, ...]:
-        """Those of the layers on a GPU whose K and V must stay in memory; () if all fit.
+    def in_memory(
+        self, free: int, layers: Collection[int], rates: Rates | None = None
+    ) -> tuple[int, ...]:
+        """Those of the layers on a GPU whose K and V stay in memory: those that gain by it, and
+        those that must; () if all fit.
 
         Layers that save a token the most bytes for their size go to the GPU first, and of equal
         ones some from everywhere, so that several GPUs take about as many.
 
         Args:
             free: bytes of the GPUs, beside the weights and `MARGIN` for each.
+            rates: those of GPUs without our kernels, if attention is sparse.
         """
-        sizes = {il: n for il, n in self.layer_bytes().items() if il in layers}
+        here = {il: n for il, n in self.layer_bytes().items() if il in layers}
+        spec = self.spec or AttentionSpec()
+        listed = cost.layer_costs(self.geo, spec, self.n_ctx, *self.element_bytes)
+        costs = {c.il: c for c in listed}
+        gaining = [il for il in here if rates and rates.gain(costs[il])]
+        sizes = {il: n for il, n in here.items() if il not in gaining}
         free -= 2 * self.n_batch * self.n_ctx  # the mask
         if not sizes or sum(sizes.values()) <= free:
-            return ()
+            return tuple(gaining)
         # llama.cpp reads a prompt on the GPU, which gets K and V of a layer at a time for it
         free -= max(sizes.values())
-        spec = self.spec or AttentionSpec()
-        costs = cost.layer_costs(self.geo, spec, self.n_ctx, *self.element_bytes)
-        read = {c.il: c.bytes_read for c in costs}
         kept: list[int] = []
-        order = sorted(sizes, key=lambda il: (-read[il] / sizes[il], sizes[il], il))
+        order = sorted(sizes, key=lambda il: (-costs[il].bytes_read / sizes[il], sizes[il], il))
         for size, group in groupby(order, lambda il: sizes[il]):
             same = list(group)
             n = min(len(same), max(free, 0) // size)
             kept += [same[i * len(same) // n] for i in range(n)]
             free -= n * size
-        return tuple(il for il in sizes if il not in kept)
+        return tuple(il for il in here if il not in kept)
 
 
 def layers_on_gpu(n_layer: int, n_gpu_layers: int | None) -> range:

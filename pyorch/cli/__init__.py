@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import os
@@ -111,14 +112,19 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
     except SparqError as error:
         fail(error.message, error.hint, error.exit_code)
     except click.ClickException as error:
+        message, hint = error.format_message(), ""
         if isinstance(error, click.UsageError) and error.ctx is not None:
             hint = f"{error.ctx.command_path} --help"
             if getattr(getattr(error, "param", None), "name", "") == "model":
-                hint = "a file, hf:org/repo, or a name that `sparq-cpp models` lists"
-            if isinstance(error, click.NoSuchOption) and error.ctx.info_name == "serve":
-                hint += f"; if it is llama-server's: sparq-cpp serve ... -- {error.option_name}"
-            fail(error.format_message(), hint, 2)
-        fail(error.format_message(), "", error.exit_code)
+                hint = "a file, org/repo of the hub, or a name that `sparq-cpp models` lists"
+            if isinstance(error, click.NoSuchOption):
+                message, hint = error.message, _nearest_option(error.option_name, error.ctx) or hint
+                if error.ctx.info_name == "serve":
+                    hint += f"; if it is llama-server's: sparq-cpp serve ... -- {error.option_name}"
+        if isinstance(error, click.BadParameter) and isinstance(error.param, click.Argument):
+            error.param_hint = str(error.param.metavar or error.param.name).strip("[].")
+            message = error.format_message()
+        fail(message, hint, error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -132,6 +138,18 @@ def run(command: click.Command, prog_name: str | None = None) -> NoReturn:
         if error.errno == errno.ENOSPC:
             hint = "free some disk space, or write elsewhere"
         fail(f"{where}{error.strerror or error}", hint, 1)
+
+
+def _nearest_option(name: str, ctx: click.Context) -> str:
+    """The option of a command that is called most like this, also by a name of llama.cpp's."""
+    options = [p for p in ctx.command.params if isinstance(p, click.Option)]
+    names = {
+        name: max(p.opts, key=len) if name in getattr(p, "aliases", ()) else name
+        for p in options
+        for name in (*p.opts, *p.secondary_opts, *getattr(p, "aliases", ()))
+    }
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
+    return f"did you mean {names[near[0]]}?" if near else ""
 
 
 def fail(message: str, hint: str, exit_code: int) -> NoReturn:

@@ -6,6 +6,7 @@ import shlex
 
 import click
 
+from pyorch.errors import SparqError
 from pyorch.progress import say
 
 
@@ -23,6 +24,9 @@ from pyorch.progress import say
     help="Build with CUDA for native, all or 80,90.  [default: native where nvcc and a device are"
     " here, none with --portable]",
 )
+@click.option("--vulkan", is_flag=True, help="Build with Vulkan, for other GPUs.")
+@click.option("--metal", is_flag=True, help="Build with Metal, for macOS; never tried.")
+@click.option("--ui", is_flag=True, help="Make the web page of serve, too; needs Node.js.")
 @click.option(
     "--jobs", type=click.IntRange(1), help="Compilers that run at once.  [default: one per core]"
 )
@@ -33,6 +37,9 @@ def command(
     tools: bool,
     portable: bool,
     cuda: str | None,
+    vulkan: bool,
+    metal: bool,
+    ui: bool,
     jobs: int | None,
     force: bool,
     env: bool,
@@ -40,22 +47,33 @@ def command(
     """Build the patched llama.cpp library, unless it is built already.
 
     The source is downloaded once. Source and builds are kept in the cache (SPARQ_CACHE). With
-    SPARQ_CUDA=0 neither this nor any other command uses CUDA.
+    SPARQ_CUDA=0 neither this nor any other command uses CUDA. After a build with Vulkan or Metal
+    all commands use that, and build it again when the source changes, unless SPARQ_VULKAN or
+    SPARQ_METAL is 0.
     """
-    from pyorch.native import build
+    from pyorch.native import build, page
     from pyorch.native import cuda as toolkit
 
-    options = build.Options(stock, portable, "" if cuda is None else toolkit.archs(cuda))
-    if cuda is None and not portable:
+    archs = "" if cuda is None else toolkit.archs(cuda)
+    options = build.Options(stock, portable, archs, vulkan, metal)
+    if len(options.backends) > 1:
+        what = f"one build has one backend, not {' and '.join(options.backends)}"
+        raise SparqError(what, "--cuda, --vulkan or --metal", exit_code=2)
+    is_usual = not (portable or options.backends)
+    if is_usual:
         options = build.usual(stock)
     names = build.TOOLS if tools else ()
     folder = None if force else build.find(options, names)
     if folder is None:
-        if cuda is None:
+        if is_usual:
             options = build.working(options)
         if options.cuda:
             say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
+        if options.vulkan:
+            say("with Vulkan, whose shaders alone take minutes")
         folder = build.build(options, names, jobs, force)
+    if ui:
+        page.build()
     if env:
         lib, python = shlex.quote(str(folder)), shlex.quote(str(build.bindings()))
         print(f'export PYTHONPATH={python}"${{PYTHONPATH:+:$PYTHONPATH}}"')

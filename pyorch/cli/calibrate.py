@@ -105,7 +105,7 @@ def _search(
     books = [Path(options.text)] if options.text else [demo / "document.txt", demo / "story.txt"]
     text = "\n\n".join(read_texts(books, n_contexts * n_pos))
     context, load = replace(context, ctx=n_pos), opt.LoadOptions()
-    with open_session(model, None, context, load, n_contexts) as session:
+    with open_session(model, AttentionSpec(), context, load, n_contexts) as session:
         return search.run(
             session,
             text,

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import conversation, streams
 from pyorch.cli import options as opt
 from pyorch.cli.conversation import LEFT_FREE, Chat
+from pyorch.cli.groups import Option
+from pyorch.cli.line_editor import typed_lines
 from pyorch.cli.loading import model_title, open_session
 from pyorch.cli.summary import devices, summary_of, why_dense
 from pyorch.cli.templates import TemplateOptions, note_system, template_options
@@ -43,27 +45,46 @@ HELP = """\
 /clear        begin a new conversation
 /save FILE    write the conversation to a new file, or to the one it was saved to or resumed from;
               --resume FILE continues it. /save FILE kv: at once
-/exit         leave (also Ctrl-D)
+/exit         leave (also Ctrl-D); chat --resume last goes on
 //...         a message that begins with a slash
 Ctrl-C stops a reply, or the reading of a message, which is then dropped. Pressed again, it
-stops the program. The arrow keys bring back earlier messages.
+stops the program. Alt-Enter begins a line, Tab completes, arrow keys bring back messages.
 
 What is kept is for you alone, in {cache}:
 texts/ has what /read read and the model's K and V of it, the longest unused removed beyond 8 GiB
 (SPARQ_DOCUMENTS_LIMIT); `sparq-cpp documents` lists and removes them. chat_history has the lines
-that were typed in a terminal. With --no-keep nothing is added to either."""
+that were typed in a terminal, chat_last.json its last conversation. --no-keep keeps none."""
 
+COMMANDS = {name: bool(of) for name, of in re.findall(r"^(/\w+)( F)?", HELP, re.MULTILINE)}
+LAST = "chat_last.json"  # what `--resume last` continues, in our cache
+
+# of a terminal that closes, which Windows lacks, and of a system that shuts down
+ENDS = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
 ROLES = ("system", "user", "assistant")
 
 
 @click.command()
+@opt.model_argument
 @opt.model_options
-@click.option("--system", type=Text(), metavar="TEXT", help="System message.")
+@opt.attention_options
+@opt.context_options
 @click.option(
-    "-n", "--tokens", type=click.IntRange(1), help="Generate at most this many tokens per reply."
+    "-sys",
+    "--system",
+    cls=Option,
+    aliases=("--system-prompt",),
+    type=Text(),
+    metavar="TEXT",
+    help="System message.",
 )
+@opt.tokens_option(None, " per reply")
+@opt.sampling_options
+@opt.document_option
 @click.option(
-    "--resume", type=File(), metavar="FILE", help="Continue a conversation written by /save."
+    "--resume",
+    type=File(),
+    metavar="FILE|last",
+    help="Continue a conversation written by /save, or the last one in a terminal.",
 )
 @click.option(
     "--commands",
@@ -73,16 +94,12 @@ ROLES = ("system", "user", "assistant")
 @click.option(
     "--no-keep",
     is_flag=True,
-    help="Keep neither the texts of /read nor the lines that are typed; /help says where they are.",
+    help="Keep nothing of the texts of /read and of what is typed; /help says where they are.",
 )
-@opt.document_option
-@opt.context_options
-@opt.load_options
-@opt.attention_options
-@opt.sampling_options
 @template_options
 @opt.json_option
 @opt.verbose_option
+@opt.load_options
 def command(
     model: opt.ModelOptions,
     system: str | None,
@@ -107,6 +124,7 @@ def command(
     piped = streams.stdin()  # what is wrong is refused before a model is loaded
     conversation.limit()
     spec = attention.spec()
+    resume = str(paths.cache() / LAST) if resume == "last" else resume
     if resume and document_names:
         raise SparqError("--resume cannot be combined with --document", "give one of them", 2)
     messages = _resume(resume) if resume else []
@@ -123,7 +141,7 @@ def command(
         chat = Chat(
             session,
             template,
-            spec or AttentionSpec(),
+            session.settings.spec or AttentionSpec(),
             sampling.settings(0.8),
             tokens,
             as_json,
@@ -132,6 +150,7 @@ def command(
             documents=documents,
             keeps=not no_keep,
             files={Path(resume).resolve()} if resume else set(),
+            chosen=spec is not None,
         )
         for document in saved:
             conversation.go_on(chat, document)
@@ -139,7 +158,8 @@ def command(
             conversation.open_in(chat, documents[0])
         note_system(template, chat.messages)
         if chat.interactive:
-            _loop(chat, _typed(chat.keeps), commands=True)
+            with _handled(lambda number, _: sys.exit(128 + number), ENDS):
+                _loop(chat, typed_lines(COMMANDS, chat.keeps), commands=True)
         else:
             lines = iter(partial(piped.readline, LARGEST + 1), b"")
             _loop(chat, raw_lines(lines, "stdin"), commands)
@@ -163,6 +183,8 @@ def _loop(chat: Chat, lines: Iterable[bytes], commands: bool) -> None:
             if not (is_command and commands):
                 text = line[1:] if commands and line.startswith(b"//") else line
                 _reply(chat, decoded(text, source, say_once))
+                if chat.end:
+                    sys.exit(128 + chat.end)
             elif not _run_command(chat, os.fsdecode(line)):  # it may have the name of a file
                 return
         except KeyboardInterrupt:
@@ -175,47 +197,6 @@ def _loop(chat: Chat, lines: Iterable[bytes], commands: bool) -> None:
             note(f"error: {error.message}", "red")
             if error.hint:
                 note(f"hint: {error.hint}", "yellow")
-
-
-def _typed(keeps: bool) -> Iterator[bytes]:
-    """Yields typed lines, which can be edited; the arrow keys recall earlier ones."""
-    keep_history = _history(keeps)
-    while True:
-        if not sys.stdout.isatty():  # input() would put it among the replies
-            print("> ", end="", file=sys.stderr, flush=True)
-        try:
-            line = input("> " if sys.stdout.isatty() else "")
-        except EOFError:
-            print(file=sys.stderr)
-            return
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            note("/exit or Ctrl-D leaves", "dim")
-            continue
-        if line.strip():
-            keep_history()
-        yield line.encode(sys.stdin.encoding, errors="surrogateescape")
-
-
-def _history(keeps: bool) -> Callable[[], None]:
-    """Give input() the lines of earlier sessions. Returns a function that saves them and the new
-    ones; of two chats at once, the lines of the one that saves last are kept."""
-    try:
-        import readline
-    except ImportError:  # some builds of Python lack it
-        return lambda: None
-    file = paths.cache() / "chat_history"
-    with suppress(OSError):
-        readline.read_history_file(file)
-    readline.set_history_length(1000)
-
-    def keep() -> None:
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch(0o600)
-            readline.write_history_file(file)
-
-    return keep if keeps else lambda: None
 
 
 def _run_command(chat: Chat, line: str) -> bool:
@@ -258,7 +239,7 @@ def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
     from pyorch import engine
 
     engine.set_attention(chat.session, spec)
-    chat.spec = spec
+    chat.spec, chat.chosen = spec, True
     if spec.sparse:
         chat.sparse = spec
     note(f"attention {spec}", "dim")
@@ -266,7 +247,6 @@ def _set_attention(chat: Chat, spec: AttentionSpec) -> None:
 
 def _save(chat: Chat, name: str) -> None:
     from pyorch import engine
-    from pyorch.models.new_file import new_file
 
     with_kv = name.endswith(" kv")
     path = paths.expanded(name.removesuffix(" kv"))
@@ -274,15 +254,21 @@ def _save(chat: Chat, name: str) -> None:
         if os.path.lexists(file) and path.resolve() not in chat.files:
             hint = "give another name: /save replaces only what this chat has saved or resumed"
             raise SparqError(f"{file}: exists already", hint, exit_code=2)
-    text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
-    with new_file(path, force=True, private=True) as (partial, _):
-        # what UTF-8 cannot have becomes an escape of JSON
-        partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    _write(path, chat.messages)
     chat.files.add(path.resolve())
     if with_kv and chat.session.tokens:
         reading, kv = engine.Reading(path.name, "", "saved"), conversation.beside(path)
         engine.keep_document(chat.session, kv, reading, chat.template, chat.session.tokens)
     note(f"{len(chat.messages)} messages written to {path}", "dim")
+
+
+def _write(path: Path, messages: Sequence[dict[str, str]]) -> None:
+    from pyorch.models.new_file import new_file
+
+    text = json.dumps({"messages": messages}, indent=2, ensure_ascii=False)
+    with new_file(path, force=True, private=True) as (partial, _):
+        # what UTF-8 cannot have becomes an escape of JSON
+        partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def _resume(name: str) -> list[dict[str, str]]:
@@ -321,6 +307,9 @@ def _reply(chat: Chat, text: str) -> None:
     if is_answered:
         chat.messages.append({"role": "assistant", "content": reply})
         conversation.keep(chat)
+        if chat.interactive and chat.keeps:
+            with suppress(SparqError, OSError):  # a cache that cannot be written
+                _write(paths.cache() / LAST, chat.messages)
     if chat.as_json:
         answer = {"reply": reply, "finish": finish, "seed": sampling.seed}
         print_json({**answer, **chat.summary.json()}, indent=None)
@@ -334,7 +323,7 @@ def _reply(chat: Chat, text: str) -> None:
         why = "it took half of the room that was left, and what was read has to stay"
         note(f"note: the reply was cut: {why}; -n allows more tokens", "yellow")
     info = chat.summary.info
-    why = why_dense(chat.spec, info) if info else ""
+    why = why_dense(chat.spec, info) if info and chat.chosen else ""
     if why and why != chat.dense_note:
         note(why, "yellow")
     chat.dense_note = why
@@ -388,9 +377,9 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
         for piece in pieces:
             text = piece.text if reply else piece.text.lstrip()
             reply, finish = reply + text, piece.finish
-            if not chat.as_json:
+            if not (chat.as_json or chat.end):  # the terminal may be gone
                 print(text, end="", flush=True)
-    if not chat.as_json:
+    if not (chat.as_json or chat.end):
         print(flush=True)
     if finish == "interrupted":
         note("(stopped)" if reply else "(stopped, the message is dropped)", "dim")
@@ -400,18 +389,30 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
 @contextmanager
 def _interruptible(chat: Chat) -> Iterator[Callable[[], bool]]:
     """Ctrl-C sets a flag, which the yielded function reads; a second Ctrl-C ends the program. So
-    does the first one if nobody is there to say what comes next."""
+    does the first one if nobody is there to say what comes next. A signal that ends an interactive
+    chat stops its reply first."""
     flag = False
 
-    def on_sigint(*_: object) -> None:
+    def on_signal(number: int, _: object) -> None:
         nonlocal flag
-        if flag or not chat.interactive:
+        if number != signal.SIGINT:
+            chat.end = number
+        elif flag or not chat.interactive:
             chat.leaves = True
             raise KeyboardInterrupt
         flag = True
 
-    before = signal.signal(signal.SIGINT, on_sigint)
-    try:
+    with _handled(on_signal, (signal.SIGINT, *(ENDS if chat.interactive else ()))):
         yield lambda: flag
+
+
+@contextmanager
+def _handled(handler: Callable[[int, object], object], numbers: Iterable[int]) -> Iterator[None]:
+    """A handler of signals that are not ignored, as nohup does."""
+    handled = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, handler) for n in handled}
+    try:
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, old in before.items():
+            signal.signal(number, old)

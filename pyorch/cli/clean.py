@@ -21,12 +21,13 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "source": ("llama.cpp's, as it was downloaded", ("sdist",)),
     "bench": ("synthetic models, and what measures", ("bench",)),
     "converter": ("its environment", ("convert",)),
+    "page": ("of serve", ("page",)),
     "wheels": ("what `make wheels` has compiled", ("wheels",)),
     "other": ("small files", ("model_hashes.jsonl",)),
     "models": ("from the Python package index", ("models",)),
     "kept": (
-        "what nobody can make again: texts, calibrations, the lines of chats",
-        ("texts", "calibrated", "chat_history"),
+        "what nobody can make again: texts, calibrations, what was typed",
+        ("texts", "calibrated", "chat_history", "chat_last.json"),
     ),
 }
 ASKED_FOR = ("models", "kept")  # --all leaves them

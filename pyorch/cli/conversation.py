@@ -49,6 +49,8 @@ class Chat:
     files: set[Path] = field(default_factory=set)  # what /save may replace
     summary: Summary | None = None  # the summary of the last reply
     leaves: bool = False  # whether a second Ctrl-C ends the program
+    end: int = 0  # the signal that ends it after the reply, which is kept
+    chosen: bool = True  # whether somebody asked for this attention
     dense_note: str = ""  # the note on why attention is dense, which is shown once
 
     def __post_init__(self) -> None:

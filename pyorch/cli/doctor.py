@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 
 import click
@@ -89,6 +90,8 @@ def _toolchain() -> tuple[Facts, Facts]:
             runs = " and run" if cuda.devices()[0] else ""
             facts["cuda"] = f"{toolkit.release}, programs with cuBLAS link{runs}"
         off["cuda"] = why or cuda.devices()[1]
+        off["vulkan"] = cmake.why_not_vulkan()
+        off["metal"] = "sparq-cpp build --metal was never tried" if sys.platform == "darwin" else ""
     except SparqError as error:
         off["build"] = error.message
     return facts, off
@@ -111,6 +114,7 @@ def _built() -> tuple[Facts, Facts]:
                 facts["variant"] = f"{stamp['isa'][0]}, of {', '.join(stamp['ranked'])}"
 
     kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
+    kinds += [build.usual()] * (build.usual().cuda == "" and build.usual() not in kinds)
     if cuda.find_nvcc() or cuda.is_preferred():
         kinds.append(build.Options(cuda=cuda.archs(None)))
     for options in kinds:
@@ -126,6 +130,7 @@ def _built() -> tuple[Facts, Facts]:
         if used := native.find():
             facts["used"] = used.name
             facts["works"] = f"no: {fault}" if (fault := smoke.fault(used)) else "yes"
+            facts["gpus"] = [f"{gpu.name} ({gpu.backend})" for gpu in native.gpus()]
     except SparqError as error:
         facts["works"] = f"no: {error.message}"
     return facts, failed

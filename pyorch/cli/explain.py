@@ -9,17 +9,11 @@ from itertools import groupby
 import click
 
 from pyorch.attention.saved import resolve
-from pyorch.attention.spec import (
-    CALIBRATED,
-    DEFAULT_RATIO,
-    AttentionSpec,
-    check_against_model,
-    ratio_text,
-)
+from pyorch.attention.spec import CALIBRATED, check_against_model
 from pyorch.cli import gpu
 from pyorch.cli import options as opt
 from pyorch.cli.groups import given_on_command_line, takes
-from pyorch.cli.loading import model_path
+from pyorch.cli.loading import default_spec, model_path
 from pyorch.cli.prediction import Prediction, kinds_text, machine_shares, show_shares
 from pyorch.cli.terminal import note, note_if_beyond, print_json
 from pyorch.errors import SparqError
@@ -47,26 +41,20 @@ class Machines(opt.RpcOptions):
     kv_offload: bool | None = opt.kv_option()
 
 
-@dataclass(frozen=True)
-class Attention(opt.AttentionOptions):
-    """The settings of attention, which are sparse by default."""
-
-    ratio: float | None = opt.ratio_option(ratio_text(DEFAULT_RATIO))
-
-
 @click.command()
+@opt.model_argument
 @opt.model_options
+@opt.attention_options
 @takes(context=WholeContext)
-@takes(elsewhere=Machines)
 @opt.cache_options
-@takes(attention=Attention)
 @opt.json_option
+@takes(elsewhere=Machines)
 def command(
     model: opt.ModelOptions,
     context: WholeContext,
     elsewhere: Machines,
     cache: opt.CacheOptions,
-    attention: Attention,
+    attention: opt.AttentionOptions,
     as_json: bool,
 ) -> None:
     """Show what attention reads per token, what it needs in memory, and the speed-up to expect.
@@ -78,20 +66,23 @@ def command(
     tells what each of them holds and reads.
     """
     from pyorch import engine
+    from pyorch.engine import bandwidth
     from pyorch.engine.settings import batch_size
-    from pyorch.measure import bandwidth
     from pyorch.models.content import card_of
 
     if not elsewhere.workers and given_on_command_line(["n_gpu_layers", "tensor_split"]):
         what = "--n-gpu-layers and --tensor-split say what workers hold, and there are none"
         hint = "--rpc HOST:PORT names them"
         raise SparqError(what, hint, exit_code=2)
-    spec = attention.spec() or AttentionSpec("sparq")
-    needs_file = spec.budget in CALIBRATED or elsewhere.workers
+    spec = attention.spec()
+    needs_file = elsewhere.workers or (spec and spec.budget in CALIBRATED)
     file, geo = None, None if needs_file else _from_card(model.model)
-    if geo is None:
+    if geo is not None:
+        spec = spec or default_spec(model.model, None)
+    else:
         path = model_path(model.model, model.yes)
-        spec, geo = resolve(spec, path), geometry(file := read_gguf(path))
+        spec = resolve(spec or default_spec(model.model, path), path)
+        geo = geometry(file := read_gguf(path))
         if card := card_of(path):  # the file may call itself otherwise
             geo = replace(geo, name=card.title)
     check_against_model(spec, geo.head_dim_k, geo.n_layer)
@@ -106,10 +97,16 @@ def command(
     threads, free = context.threads or engine.usable_cores(), available_memory()
     shares = machine_shares(elsewhere, elsewhere.n_gpu_layers, file, p) if file else []
     room = None
-    if not shares and (gpus := gpu.gpus_here()):
+    gpus, rates = ((), None) if shares else gpu.asked(spec, threads)
+    if gpus:
         held = layer_weights(file, geo.n_layer, used=False) if file else [geo.weight_bytes]
-        whole = replace(p, n_batch=batch_size(n_pos))
-        room = gpu.room(gpus, whole, sum(held), elsewhere.kv_offload)
+
+        def on_gpu(x: Prediction) -> gpu.Room:
+            whole = replace(x, n_batch=batch_size(x.n_ctx))
+            return gpu.room(gpus, rates, whole, sum(held), elsewhere.kv_offload)
+
+        room = on_gpu(p)
+        p, *rows = (replace(x, exact=frozenset(on_gpu(x).exact)) for x in (p, *rows))
     elif not shares and elsewhere.kv_offload is not None:
         note("note: no GPU is here, so K and V lie in memory", "yellow")
     rate = bandwidth.measured(threads)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@opt.model_argument
 @opt.model_options
 @click.option("-p", "--prompt", type=Text(), metavar="TEXT", help="The text to continue.")
 @click.option(
@@ -33,17 +34,15 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Read the text from a file, or from stdin if FILE is -.",
 )
-@click.option(
-    "-n", "--tokens", type=click.IntRange(1), default=128, help="Generate at most this many tokens."
-)
-@opt.document_option
-@opt.context_options
-@opt.load_options
+@opt.tokens_option(128, "")
 @opt.attention_options
+@opt.context_options
 @opt.sampling_options
+@opt.document_option
 @template_options
 @opt.json_option
 @opt.verbose_option
+@opt.load_options
 def command(
     model: opt.ModelOptions,
     prompt: str | None,

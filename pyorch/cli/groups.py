@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import Field, field, fields
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -12,6 +12,20 @@ import click
 from pyorch.cli.types import Files, Numbers, Several
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Option(click.Option):
+    """An option with `aliases`, by which llama.cpp has it: they work, and help leaves them out."""
+
+    def __init__(self, *args: Any, aliases: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.aliases = aliases
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts
+        self.opts = [*shown, *self.aliases]
+        super().add_to_parser(parser, ctx)
+        self.opts = shown
 
 
 def option(*names: str, **attributes: Any) -> Any:
@@ -39,7 +53,7 @@ def takes(**groups: type[Any]) -> Callable[[F], F]:
 
         for f in reversed([f for kind in groups.values() for f in _options(kind)]):
             names, attributes = f.metadata["option"]
-            click.option(*names, f.name, **attributes)(collected)
+            click.option(*names, f.name, **{"cls": Option, **attributes})(collected)
         return cast(F, collected)
 
     return decorate

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from pyorch.attention.spec import DEFAULT_RATIO, AttentionSpec, parse_spec, ratio_text
+from pyorch.attention.cost import layer_costs
+from pyorch.attention.spec import AUTO_RATIO, AttentionSpec, parse_spec, ratio_text
 from pyorch.cli.gpu import note_in_memory
 from pyorch.cli.groups import given_on_command_line
 from pyorch.cli.options import ContextOptions, LoadOptions, ModelOptions
 from pyorch.cli.terminal import confirm, note, note_if_beyond
+from pyorch.errors import SparqError
 from pyorch.models import cards
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import GGUFFile, read_gguf
@@ -85,9 +87,13 @@ def prepare(
     options: SessionOptions,
     tools: tuple[str, ...] = (),
     documents: Sequence[Document] = (),
+    load: LoadOptions | None = None,
 ) -> tuple[GGUFFile, Settings]:
     """Find the model as `find_model` does, and build the library and the tools. The options get
     room for each of the documents, and the types of its K and V, where the line says nothing else.
+
+    Args:
+        load: with these, attention is chosen where the options have none, and one line says so.
 
     Returns:
         The header, and the settings that the options give a session of this model.
@@ -103,7 +109,59 @@ def prepare(
         options = _with_room(options, document, file)
     settings = settings_for(file, options)
     native.built(tools=tools)
+    if load is not None and options.attention is None:
+        settings = _with_default(default_spec(name, file.path), file, settings, options, load)
     return file, settings
+
+
+def default_spec(name: str, path: Path | None) -> AttentionSpec:
+    """The attention of a model for which nobody chose one: that of the card that `--model NAME`
+    names, or that knows the content of its file."""
+    from pyorch.models.content import card_of
+
+    word = name.split(":")[0].split("@")[0]
+    if word in cards.names() and path != Path(name):
+        card: cards.Card | None = cards.load(word)
+    else:
+        card = card_of(path) if path else None
+    if card and card.settings:
+        return parse_spec(card.settings)
+    return AttentionSpec("sparq", ratio=AUTO_RATIO)
+
+
+def _with_default(
+    spec: AttentionSpec,
+    file: GGUFFile,
+    exact: Settings,
+    options: SessionOptions,
+    load: LoadOptions,
+) -> Settings:
+    """The settings with this attention, if a token gains by it. What nobody asked for makes nothing
+    fail and nothing slower. exact: those without it."""
+    from pyorch.engine.settings import settings_for
+
+    ratio = f"--ratio {ratio_text(spec.ratio or AUTO_RATIO)}"
+    if options.n_away != 0 and not load.rpc.workers:
+        note(f"attention is exact: on a GPU few models gain; {ratio} tries it", "dim")
+        return exact
+    costs = layer_costs(exact.geo, spec, exact.n_ctx, *exact.element_bytes)
+    n = sum(c.bytes_read < c.bytes_dense for c in costs)
+    why = "; ".join(sorted({c.split.reason for c in costs})) or "no layer has a plain KV cache"
+    if n:
+        try:
+            settings = settings_for(file, replace(options, attention=spec))
+        except SparqError as error:
+            n, why = 0, error.message
+        else:
+            if settings.lacking > exact.lacking:
+                n, why = 0, "the transposed K would take memory that the weights need"
+    if not n:
+        note(f"attention is exact: {why}", "dim")
+        return replace(exact, spec=AttentionSpec("dense"))
+    which = f" in {n} of {len(costs)} layers" if n < len(costs) else ""
+    where = f"from {spec.min_ctx} positions on, by default"
+    note(f"attention {spec}{which}, {where}; --ratio 1 is exact", "dim")
+    return settings
 
 
 def model_title(path: Path) -> str:
@@ -112,24 +170,6 @@ def model_title(path: Path) -> str:
 
     card = card_of(path)
     return f"{card.title} ({path.name})" if card else path.name
-
-
-def _card(named: str, path: Path) -> str | None:
-    """The card that `--model NAMED` names, or that knows the content of its file."""
-    from pyorch.models.content import card_of
-
-    word = named.split(":")[0].split("@")[0]
-    if word in cards.names() and path != Path(named):
-        return word
-    card = card_of(path)
-    return card.name if card else None
-
-
-def first_ratio(card: str) -> str:
-    """The ratio to try first with the model of this card, as --ratio takes it; "" if all of its
-    layers stay dense."""
-    settings = cards.load(card).settings
-    return ratio_text(parse_spec(settings).ratio or DEFAULT_RATIO) if settings else ""
 
 
 def session_options(
@@ -270,16 +310,13 @@ def open_session(
     documents: Sequence[Document] = (),
 ) -> Session:
     """Load the model that the options name, with a bar if it takes long. The session has what
-    `prepare` gives it for documents."""
+    `prepare` gives it for documents, and its attention where there is None."""
     from pyorch import engine
 
     n_mapped = min((d.n_tokens for d in documents), default=0)  # one of them is open
     options = replace(session_options(attention, context, load, n_sequences), n_mapped=n_mapped)
-    file, settings = prepare(model.model, model.yes, options, documents=documents)
+    file, settings = prepare(model.model, model.yes, options, documents=documents, load=load)
     note_if_weights_exceed(file, settings, load)
-    card = _card(model.model, file.path) if attention is None else None
-    if card and (ratio := first_ratio(card)):
-        note(f"attention is exact; for {card} try --ratio {ratio}", "dim")
     with progress_bar("loading the model") as progress:
         session = engine.load(file, progress=progress, settings=settings, **vars(placement(load)))
     note_if_beyond(session.n_ctx, session.geometry.n_ctx_train)

@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 
 from pyorch.attention.spec import parse_spec
-from pyorch.cli.loading import first_ratio
 from pyorch.cli.options import json_option
 from pyorch.cli.prediction import Prediction, kinds_text
 from pyorch.cli.terminal import confirm, note, print_freed, print_json, remove_files
@@ -148,9 +147,7 @@ def show_command(name: str) -> None:
         if value:
             print(f"  {key:<14}{value}")
     if c.source:
-        ratio = first_ratio(c.name)
-        option = f" --ratio {ratio}" if ratio else ""
-        print(f"  {'try':<14}sparq-cpp chat --model {name}{option}")
+        print(f"  {'try':<14}sparq-cpp chat {name}")
 
 
 @command.command("rm")

@@ -7,14 +7,14 @@ keyword argument `context`. A command with many options of its own makes such a 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyorch.attention.spec import BUDGETS, AttentionSpec, parse_spec
-from pyorch.cli.groups import given_on_command_line, option, several, takes
+from pyorch.attention.spec import AUTO_RATIO, BUDGETS, AttentionSpec, parse_spec, ratio_text
+from pyorch.cli.groups import F, Option, given_on_command_line, option, several, takes
 from pyorch.cli.terminal import show_log
 from pyorch.cli.types import (
     POSITIONS,
@@ -36,16 +36,36 @@ if TYPE_CHECKING:
 # ---- the model ----
 
 
+model_argument = click.argument("name", required=False, metavar="[MODEL]", expose_value=False)
+
+
+class ModelOption(Option):
+    """`--model NAME`, or NAME alone where the command has `model_argument`. `serve` has it in front
+    of what it passes on."""
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, Any]:
+        more = opts.get("more")
+        words = [opts.get("name"), *(more[:1] if isinstance(more, tuple) else ())]
+        word = next((x for x in words if isinstance(x, str)), "-")
+        if not word.startswith("-"):
+            if self.name in opts:
+                raise SparqError(f"two models: {opts[self.name]}, {word}", "name one", exit_code=2)
+            opts = {**opts, "model": word}
+        return super().consume_value(ctx, opts)
+
+
 def model_option(required: bool = True) -> Any:
     """The field of `--model`, which the variable SPARQ_MODEL stands in for."""
     return option(
         "--model",
         "-m",
+        cls=ModelOption,
+        aliases=("-hf", "-hfr", "--hf-repo"),
         required=required,
         type=File(),
         envvar="SPARQ_MODEL",
         metavar="FILE|SPEC",
-        help="GGUF model: a file, a card's name or hf:org/repo, as in `sparq-cpp pull`.",
+        help="GGUF model, also without -m: a file, a card's name or org/repo.",
     )
 
 
@@ -72,6 +92,7 @@ def ctx_option(default: str) -> Any:
     return option(
         "--ctx",
         "-c",
+        aliases=("--ctx-size",),
         type=SOME_POSITIONS,
         help=f"Size of the context in positions.  [default: {default}]",
     )
@@ -152,6 +173,7 @@ def gpu_option(where: str = "on the GPU, or on the workers of --rpc") -> Any:
     return option(
         "-ngl",
         "--n-gpu-layers",
+        aliases=("--gpu-layers",),
         type=POSITIONS,
         help=f"Number of layers {where}.  [default: all]",
     )
@@ -206,13 +228,13 @@ class RpcOptions:
 class LoadOptions:
     """How the model is loaded, and what its context is made with; its size is a ContextOptions."""
 
+    cache: CacheOptions = field(default_factory=CacheOptions)
     rope: RopeOptions = field(default_factory=RopeOptions)
+    no_repack: bool = repack_option()
+    numa: str | None = numa_option()
     n_gpu_layers: int | None = gpu_option()
     kv_offload: bool | None = kv_option()
     rpc: RpcOptions = field(default_factory=RpcOptions)
-    cache: CacheOptions = field(default_factory=CacheOptions)
-    numa: str | None = numa_option()
-    no_repack: bool = repack_option()
 
 
 context_options = takes(context=ContextOptions)
@@ -225,16 +247,6 @@ load_options = takes(load=LoadOptions)
 SPEC_OPTION = ("-a", "--attn")  # `-a SPEC` is the one long form, in every command
 
 
-def ratio_option(default: str) -> Any:
-    """The field of `--ratio`; `default` says what a command does without it."""
-    return option(
-        "--ratio",
-        type=Ratio(),
-        help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%."
-        f"  [default: {default}]",
-    )
-
-
 @dataclass(frozen=True)
 class AttentionOptions:
     """The settings of attention; None means not given. All others stand in the line of `-a`."""
@@ -244,7 +256,12 @@ class AttentionOptions:
         metavar="SPEC",
         help="All settings of attention as one line: sparq,ratio=1/8,shadow=q8; topk,k=512; dense.",
     )
-    ratio: float | None = ratio_option("all")
+    ratio: float | None = option(
+        "--ratio",
+        type=Ratio(),
+        help="Read this share of dense attention's bytes: 1/8, 0.125 or 12.5%; 1 is exact."
+        f"  [default: that of the model's card, else {ratio_text(AUTO_RATIO)}]",
+    )
     budget: str | None = option(
         "--budget",
         type=click.Choice(BUDGETS),
@@ -282,7 +299,10 @@ class SamplingOptions:
     """The settings of sampling, by llama.cpp's names."""
 
     temp: float | None = option(
-        "--temp", type=Number(0), help="Temperature of sampling; 0 is greedy."
+        "--temp",
+        aliases=("--temperature",),
+        type=Number(0),
+        help="Temperature of sampling; 0 is greedy.",
     )
     top_k: int = option(
         "--top-k",
@@ -350,7 +370,19 @@ json_option = click.option(
 )
 
 
-# ---- documents ----
+# ---- what chat and generate share ----
+
+
+def tokens_option(default: int | None, what: str) -> Callable[[F], F]:
+    return click.option(
+        "-n",
+        "--tokens",
+        cls=Option,
+        aliases=("--predict", "--n-predict"),
+        type=click.IntRange(1),
+        default=default,
+        help=f"Generate at most this many tokens{what}.",
+    )
 
 
 document_option = click.option(

@@ -32,10 +32,12 @@ class Prediction(Cache):
     hold for a program that does nothing but read."""
 
     spec: AttentionSpec
+    exact: frozenset[int] = frozenset()  # layers on a GPU without our kernels
 
     @cached_property
     def layers(self) -> Sequence[cost.LayerCost]:
-        return cost.layer_costs(self.geo, self.spec, self.n_ctx, *self.element_bytes)
+        costs = cost.layer_costs(self.geo, self.spec, self.n_ctx, *self.element_bytes)
+        return [c.made_dense("no kernels for this GPU") if c.il in self.exact else c for c in costs]
 
     @property
     def read(self) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from pyorch.cli.loading import first_ratio
 from pyorch.cli.terminal import note
 from pyorch.cli.types import File
 
@@ -38,6 +37,4 @@ def command(spec: str) -> None:
         note(f"{what}, {human_bytes(missing)} to download", "dim")
     print(pull.fetch(model, note).path)
     if sys.stderr.isatty():
-        ratio = first_ratio(named.card) if named.card else "1/8"
-        option = f" --ratio {ratio}" if ratio else ""
-        note(f"next: sparq-cpp chat -m {spec}{option}", "dim")
+        note(f"next: sparq-cpp chat {spec}", "dim")

@@ -135,7 +135,7 @@ def _report(document: Document, seconds: float, as_json: bool) -> None:
     note(f"{document.n_tokens} tokens in {human_time(seconds)}, {size}", "dim")
     if sys.stderr.isatty():
         verb = "chat" if document.form == "chat" else "generate -p TEXT"
-        note(f"next: sparq-cpp {verb} -m MODEL --document {document.path}", "dim")
+        note(f"next: sparq-cpp {verb} MODEL --document {document.path}", "dim")
 
 
 def _joined(names: tuple[str, ...]) -> tuple[str, str]:

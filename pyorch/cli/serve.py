@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ from pyorch.ggml import MAX_SEQUENCES
 from pyorch.models.geometry import geometry, layer_weights
 from pyorch.models.gguf_file import GGUFFile
 from pyorch.models.memory import check_more
+from pyorch.native import page
 from pyorch.text import printable
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class ServerOptions:
     port: int = option(
         "--port",
         type=click.IntRange(0, 65535),
-        default=8000,
+        default=8080,
         help="Port to listen on; 0 takes any free one.",
     )
     parallel: int = option(
@@ -122,13 +124,13 @@ class ServerOptions:
 
 @click.command()
 @opt.model_options
+@opt.attention_options
+@opt.context_options
 @takes(server=ServerOptions)
 @opt.document_option
-@opt.context_options
-@opt.load_options
-@opt.attention_options
 @opt.verbose_option
-@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
+@opt.load_options
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [-- OPTIONS]")
 def command(
     model: opt.ModelOptions,
     server: ServerOptions,
@@ -146,6 +148,7 @@ def command(
     """
     from pyorch.engine import document_file
 
+    more = more[1:] if more and not more[0].startswith("-") else more  # the model
     _check_more(more)
     keys = _keys(server.api_key_file) if server.api_key_file is not None else []
     options = session_options(attention.spec(), context, load, server.parallel)
@@ -158,7 +161,7 @@ def command(
                 hint = "--api-key-file FILE requires one; --insecure does without"
                 raise SparqError(what, hint, exit_code=2)
             note("note: whoever reaches this address can use it", "yellow")
-        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents)
+        file, settings = prepare(model.model, model.yes, options, (PROGRAM,), documents, load)
     # a name without commas, at which llama-server would cut it, and in UTF-8, as its replies are
     name = file.path.name if Path(model.model).exists() else model.model
     alias = printable(name).replace(",", "_")
@@ -169,7 +172,7 @@ def _check_more(more: Sequence[str]) -> None:
     """Refuse what is no option, and options of llama-server that we set. A value, which may be a
     key, is not in the message."""
     if more and not more[0].startswith("-"):
-        hint = f"options of {PROGRAM} stand after --: sparq-cpp serve -m M -- --metrics"
+        hint = f"options of {PROGRAM} stand after --: sparq-cpp serve MODEL -- --metrics"
         raise SparqError(f"serve takes no argument {more[0]!r}", hint, exit_code=2)
     for name in sorted(served_documents.names(more)):
         ours = _OURS_OF.get(name) or ("-m SPEC" if _ONE_OF_A_MODEL.fullmatch(name) else "")
@@ -270,7 +273,7 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     if why := _stays_exact(file, settings, spec):
         note(why, "yellow")
     program = native.lib_dir(tools=(PROGRAM,)) / system.program(PROGRAM)
-    in_memory = _kv_in_memory(served, program.parent)
+    in_memory = _kv_in_memory(served)
     adapted = any(name.startswith("--lora") for name in served_documents.names(more))
     env = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_FOREIGN)}
     env |= native.waiting() | in_memory | {"SPARQ_NO_CONFIG": "1"}
@@ -282,7 +285,9 @@ def _serve(served: Served, more: Sequence[str]) -> None:
     with ExitStack() as stack:
         files = TemporaryDirectory(prefix="sparq-serve-")  # which it reads when it begins
         folder = Path(stack.enter_context(files))
-        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *more]
+        ui = page.find()
+        shown = ["--path", str(ui)] if ui else []
+        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *shown, *more]
         options, variables = served_documents.passed_on(file, served.documents, more, folder)
         child = Child([*argv, *options], env | variables, account.read, shows_log())
         stack.enter_context(child)
@@ -298,7 +303,8 @@ def _serve(served: Served, more: Sequence[str]) -> None:
             )
             if n_read:
                 note(f"documents: {n_read} tokens were read before")
-            note(f"http://{url}:{served.port}/v1 is ready; Ctrl-C ends it")
+            also = ", the page is at /" if ui else ""
+            note(f"http://{url}:{served.port}/v1 is ready{also}; Ctrl-C ends it")
             child.wait_end()
     if child.killed:
         note(f"note: {PROGRAM} was killed: {child.killed}", "yellow")
@@ -307,24 +313,28 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         note(f"prompts that began with a document: {account.opened}", "dim")
 
 
-def _kv_in_memory(served: Served, folder: Path) -> dict[str, str]:
+def _kv_in_memory(served: Served) -> dict[str, str]:
     """The variable that tells llama-server of which layers K and V stay in memory, if any do not
-    fit on the GPU beside the weights. folder: of the library."""
+    fit on the GPU beside the weights, or gain by it."""
+    from pyorch.engine.library import free_on
+
     load, geo = served.load, geometry(served.file)
     if load.kv_offload is not None or load.rpc.workers or load.n_gpu_layers == 0:
         return {}
-    if not any(folder.glob("libggml-cuda*")):
-        return {}
-    if (room := gpu.apart(gpu.free)) is None:
+    if not native.gpus():
         return {}
     cache, layers = served.settings, layers_on_gpu(geo.n_layer, load.n_gpu_layers)
+    gpus, rates = gpu.apart(partial(gpu.asked, cache.spec, cache.n_threads))
     weights = layer_weights(served.file, geo.n_layer, used=False)
-    free = room - sum(weights[il] for il in (*layers, geo.n_layer))
-    if not (in_memory := cache.in_memory(free, layers)):
+    free = free_on(gpus) - sum(weights[il] for il in (*layers, geo.n_layer))
+    in_memory = cache.in_memory(free, layers, rates)
+    if in_memory or rates:
+        note(gpu.in_memory_text(cache, in_memory, rates), "yellow")
+    if not in_memory:
         return {}
-    sizes = cache.layer_bytes()
-    check_more(served.file.path, "cache beside the GPU's", sum(sizes[il] for il in in_memory))
-    note(gpu.in_memory_text(cache, in_memory), "yellow")
+    if native.has_gpu_memory():
+        sizes = cache.layer_bytes()
+        check_more(served.file.path, "cache beside the GPU's", sum(sizes[il] for il in in_memory))
     return {"SPARQ_KV_IN_MEMORY": ",".join(map(str, in_memory))}
 
 
@@ -380,6 +390,7 @@ def _arguments(served: Served, folder: Path, adapted: bool) -> list[str]:
         "--rope-freq-base": rope.freq_base,
         "--numa": load.numa,
         "--n-gpu-layers": load.n_gpu_layers,
+        "--device": "none" if load.n_gpu_layers == 0 else None,  # or prompts would go there
         "--rpc": ",".join(load.rpc.workers) or None,
         "--tensor-split": ",".join(map(str, load.rpc.tensor_split)) or None,
     }

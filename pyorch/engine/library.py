@@ -16,20 +16,24 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
 from pyorch import native
+from pyorch.attention.placement import MAIN_MEMORY, MARGIN, Rates
+from pyorch.attention.spec import AttentionSpec
+from pyorch.engine import bandwidth
 from pyorch.errors import SparqError
 from pyorch.ggml import NUMA
+from pyorch.native import devices
+from pyorch.native.devices import Device
 from pyorch.native.prototypes import declare
 
 LOG = logging.getLogger("pyorch.llama")
 LOG.addHandler(logging.NullHandler())
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
-_GPUS = (1, 2)  # ggml_backend_dev_type: a GPU with memory of its own, or that of the host
 _CONT = 5  # the ggml_log_level of a message that continues
 # "llama_model_load: error loading model: X" -> "X"
 _LOG_PREFIX = re.compile(r"^(?:[\w:~]+: |error loading model[\w ]*: )+")
@@ -127,21 +131,9 @@ class Library:
             self._numa = numa
             self.lib.llama_numa_init(NUMA[numa])
 
-    def gpu_devices(self, shared: bool = True) -> list[int]:
-        """Pointers to the devices of this machine that may hold layers. llama.cpp itself takes
-        workers for GPUs.
-
-        Args:
-            shared: whether those count that have no memory of their own.
-        """
-        ggml = declare(self.lib._lib)
-        devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
-        return [
-            device
-            for device in devices
-            if ggml.ggml_backend_dev_type(device) in (_GPUS if shared else _GPUS[:1])
-            and ggml.ggml_backend_dev_description(device).decode() not in self.workers
-        ]
+    def gpu_devices(self) -> list[Device]:
+        """The GPUs of this machine, without their memory."""
+        return devices.listed(declare(self.lib._lib), self.workers)
 
     @property
     def has_gpu(self) -> bool:
@@ -152,11 +144,11 @@ class Library:
         """Refuse layers on a GPU, or shares of several, if this library has none.
 
         Raises:
-            SparqError: it is a build without CUDA, or there is no device.
+            SparqError: it is a build for the CPU, or there is no device.
         """
         if n_gpu_layers and not self.has_gpu:
             what = f"{n_gpu_layers} layers cannot go to a GPU: this library has none"
-            hint = "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda native"
+            hint = "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda or --vulkan"
             raise SparqError(what, hint, exit_code=2)
         if tensor_split and not self.has_gpu:
             what = "--tensor-split shares layers among machines, and there is only this one"
@@ -188,32 +180,32 @@ class Library:
                 call.warnings.append(line.strip())
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU with memory of its own. free: bytes that nobody has, when it was asked."""
-
-    name: str
-    free: int
-    device: int  # llama.cpp's pointer
-
-
-def gpus(library: Library) -> list[Gpu]:
-    """Those that llama.cpp puts layers on. `SPARQ_GPU_LIMIT` (bytes) is free at most on each.
+def gpus(
+    library: Library, spec: AttentionSpec | None, n_threads: int
+) -> tuple[list[Device], Rates | None]:
+    """Those that llama.cpp puts layers on: the ones with memory of their own, if there are any.
+    `SPARQ_GPU_LIMIT` (bytes) is free at most on each. The rates decide where K and V lie, those of
+    the first GPU for all; None if our kernels run there, or attention reads everything.
 
     Raises:
-        SparqError: the variable is no number.
+        SparqError: the variable is no number, or so many threads cannot be measured.
     """
     limit = os.environ.get("SPARQ_GPU_LIMIT") or str(2**63)
     if not limit.isdecimal():
         raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}", "it is a number of bytes", 2)
-    ggml = declare(library.lib._lib)
-    res = []
-    for device in library.gpu_devices(shared=False):
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        name = ggml.ggml_backend_dev_description(device).decode(errors="replace")
-        res.append(Gpu(name, min(free.value, int(limit)), device))
-    return res
+    found, ggml = library.gpu_devices(), declare(library.lib._lib)
+    found = [gpu for gpu in found if not gpu.integrated] or found
+    found = [devices.with_memory(ggml, gpu) for gpu in found]
+    found = [replace(gpu, free=min(gpu.free, int(limit))) for gpu in found]
+    if not (spec and spec.sparse) or all(gpu.kernels for gpu in found):
+        return found, None
+    return found, bandwidth.beside_gpu(ggml, found[0], n_threads)
+
+
+def free_on(gpus: Sequence[Device]) -> int:
+    """The bytes for weights, K and V, beside what computing takes."""
+    own = [gpu.free - MARGIN for gpu in gpus if not gpu.integrated]
+    return sum(own) if own else MAIN_MEMORY
 
 
 @cache

@@ -87,6 +87,9 @@ def load_model(
     params.use_extra_bufts = place.repack and weight_bytes(file) <= available_memory()
     if place.n_gpu_layers is not None:
         params.n_gpu_layers = place.n_gpu_layers
+    if place.n_gpu_layers == 0:  # no device at all, or prompts would go there
+        nothing = (ctypes.c_void_p * 1)(None)
+        params.devices = ctypes.cast(nothing, ctypes.c_void_p)
     if place.workers:
         devices = machines.devices(ours, place.workers)
         ended = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)

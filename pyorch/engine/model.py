@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pyorch.attention.placement import MARGIN, layers_on_gpu
+from pyorch.attention.placement import Rates, layers_on_gpu
 from pyorch.engine import c_functions
-from pyorch.engine.library import Library, gpus
+from pyorch.engine.library import Library, free_on, gpus
 from pyorch.engine.settings import Placement, SessionOptions, Settings, settings_for, share_here
 from pyorch.errors import SparqError
 from pyorch.models.geometry import geometry
@@ -36,7 +36,7 @@ class Model:
         self.on_cpu = place.n_gpu_layers == 0 or not (place.workers or library.has_gpu)
         n_there = 0 if self.on_cpu or place.workers else place.n_gpu_layers
         self.on_gpu = layers_on_gpu(self.geometry.n_layer, n_there)
-        self.n_away = place.n_away(bool(library.gpu_devices(shared=False)))
+        self.n_away = place.n_away(not all(gpu.integrated for gpu in library.gpu_devices()))
         self.vocab = self.lib.llama_model_get_vocab(handle)
         self.n_vocab: int = self.lib.llama_vocab_n_tokens(self.vocab)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -129,6 +129,7 @@ class Session:
         self.timings = Timings()
         self.owns_model = False  # whether the model is closed with the session
         self.settings = settings
+        self.rates: Rates | None = None  # of GPUs without our kernels
         self.kv_in_memory = self._kv_in_memory()  # layers, of those with weights on a GPU
         self.ctx: int | None = self._context(settings)  # None once it is closed
         model._sessions.add(self)
@@ -141,27 +142,28 @@ class Session:
                 watch.attach(self)
             if settings.spec is not None:
                 c_functions.set_spec(self.lib, self.ctx, settings.spec)
-            if self.kv_in_memory and model.place.placed:
+            if (self.kv_in_memory or self.rates) and model.place.placed:
                 model.place.placed(self)
         except BaseException:  # includes Ctrl-C while the cache is sealed
             self.close()
             raise
 
     def _kv_in_memory(self) -> tuple[int, ...]:
-        if self.model.place.kv_offload is not None or not c_functions.is_ours(self.lib):
+        insists, settings = self.model.place.kv_offload is not None, self.settings
+        if insists or not (c_functions.is_ours(self.lib) and self.model.on_gpu):
             return ()
-        devices = gpus(self.library) if self.model.on_gpu else []
-        free = sum(gpu.free - MARGIN for gpu in devices)
-        layers = self.settings.in_memory(free, self.model.on_gpu) if devices else ()
-        sizes = self.settings.layer_bytes()
-        check_more(self.path, "cache beside the GPU's", sum(sizes[il] for il in layers))
+        devices, self.rates = gpus(self.library, settings.spec, settings.n_threads)
+        layers = settings.in_memory(free_on(devices), self.model.on_gpu, self.rates)
+        if self.model.n_away != 0:  # not counted yet
+            sizes = settings.layer_bytes()
+            check_more(self.path, "cache beside the GPU's", sum(sizes[il] for il in layers))
         return layers
 
     @property
     def share_here(self) -> float:
         """The share of the layers whose K and V are in this machine's main memory."""
         share = share_here(self.geometry, self.model.n_away)
-        return share + len(self.kv_in_memory) / self.geometry.n_layer
+        return min(1.0, share + len(self.kv_in_memory) / self.geometry.n_layer)
 
     def _context(self, settings: Settings) -> int:
         params = settings.params(self.lib)

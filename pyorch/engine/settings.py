@@ -101,9 +101,9 @@ class Placement:
                     all. The first layers stay
     kv_offload      whether K and V of the layers on a GPU lie there, too. False keeps them in
                     memory, where our attention reads them on the CPU. None does so with those of as
-                    many layers as do not fit on GPUs of this machine when a session is made, whose
-                    `kv_in_memory` names them
-    placed          called with each session that keeps K and V in memory
+                    many layers as do not fit on GPUs of this machine when a session is made, or
+                    gain by it where these lack our kernels; its `kv_in_memory` names them
+    placed          called with each session that keeps K and V in memory, or might
     workers         HOST:PORT of the other machines that hold these layers, in their order
     tensor_split    in what proportion the GPUs, or the devices of the workers, share them; by
                     default as their free memory

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from pyorch import children, engine, system
+from pyorch.engine.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 from pyorch.measure import state
-from pyorch.measure.bandwidth import MemoryReader
 
 FORGET_BYTES = 128 << 20  # read before a timed token: more than a last-level cache holds
 _TOKENS = 256  # tokens used as input: the bytes, after three special ones

@@ -59,12 +59,12 @@ def machine() -> Machine:
     """The kind of machine that a record is of, with its first GPU; nothing names the machine
     itself."""
     from pyorch import native
-    from pyorch.native import cuda, probe
+    from pyorch.native import probe
 
     gpu: Machine = {}
-    if native.uses_cuda():
-        first = cuda.devices()[0][0]
+    for first in native.gpus()[:1]:
         gpu = {"gpu": first.name, "gpu_gib": round(first.memory / 2**30, 1)}
+        gpu |= {"backend": first.backend}
     return {
         "cpu": probe.cpu()[0],
         "cores": probe.cores(),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pyorch.attention.placement import Cache
 from pyorch.engine import cache_type
+from pyorch.engine.bandwidth import BUFFER_BYTES
 from pyorch.measure import records
-from pyorch.measure.bandwidth import BUFFER_BYTES
 from pyorch.measure.process import FORGET_BYTES
 from pyorch.measure.turns import Side
 from pyorch.models import cards, synth

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pyorch.attention.spec import AttentionSpec
+from pyorch.engine.bandwidth import MemoryReader
 from pyorch.errors import SparqError
-from pyorch.measure.bandwidth import MemoryReader
 from pyorch.measure.process import Process
 
 FLOATS = ("f32", "f16", "bf16")  # llama.cpp quantises V only with flash attention

@@ -223,7 +223,7 @@ def _other_parts(path: Path, n_split: int) -> Iterator[GGUFFile]:
 def _read_part(path: Path) -> GGUFFile:
     if not path.exists():
         raise SparqError(
-            f"{path}: no such file", hint="it takes a GGUF file, or one on the hub: hf:org/repo"
+            f"{path}: no such file", hint="it takes a GGUF file, or one on the hub: org/repo"
         )
     if path.is_dir():
         hint = "name the file in it; a folder of safetensors: sparq-cpp convert FOLDER"

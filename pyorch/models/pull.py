@@ -101,8 +101,8 @@ class Model:
 
 
 def parse_spec(text: str, original: bool = False) -> Spec | None:
-    """`hf:org/repo`, `hf:org/repo:QUANT`, `[hf:]org/repo/file.gguf`, a card's name with `:QUANT` or
-    without, each with `@REVISION`.
+    """`[hf:]org/repo`, `[hf:]org/repo/file.gguf`, or a card's name; `:QUANT` may follow all but the
+    second, and `@REVISION` all.
 
     Returns None for the path of a file: it exists, its first folder exists, or it has none of these
     forms.
@@ -123,10 +123,8 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
     if not named:
         if not match or Path(text.split("/")[0]).exists():
             return None
-        if not match["file"]:
-            if text.endswith(".gguf"):
-                return None
-            raise SparqError(f"{text}: no such file", f"on the hub it is hf:{text}", exit_code=2)
+        if not match["file"] and text.endswith(".gguf"):
+            return None
     if not match or not all(map(_is_safe, filter(None, match.group("repo", "file", "revision")))):
         hint = "hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf, with @REVISION if need be"
         raise SparqError(f"{text!r} names no model on the hub", hint, exit_code=2)
@@ -137,7 +135,7 @@ def parse_spec(text: str, original: bool = False) -> Spec | None:
 
 def _of_card(word: re.Match[str], original: bool) -> Spec:
     if word["name"] not in cards.names():
-        hint = f"{nearest('model', word['name'], cards.names()).hint}; on the hub: hf:org/repo"
+        hint = f"{nearest('model', word['name'], cards.names()).hint} On the hub: org/repo"
         raise SparqError(f"{word['name']}: no such file, and no model of that name", hint, 2)
     card = cards.load(word["name"])
     revision = word["revision"] or "main"

@@ -13,19 +13,24 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
 from pyorch.progress import say
+
+if TYPE_CHECKING:
+    from pyorch.native.devices import Device
 
 
 def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     """The folder with libllama and the tools, built for the present inputs; None = not built.
 
     A build with CUDA is preferred where there is a device, also the one of the package
-    sparq-cpp-cuda, and one for this CPU to a portable one, which `sparq-cpp build --portable`
-    makes. Where none was made, the library that came with the wheel is unpacked to the cache. A
-    build of another machine that SPARQ_LIBRARY names is taken as it is.
+    sparq-cpp-cuda, then one with Vulkan or Metal if any was made; and one for this CPU to a
+    portable one, which `sparq-cpp build --portable` makes. Where none was made, the library that
+    came with the wheel is unpacked to the cache. A build of another machine that SPARQ_LIBRARY
+    names is taken as it is.
 
     Args:
         stock: the same pin without our patches.
@@ -47,45 +52,40 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     kinds = (usual, replace(usual, portable=True), plain, replace(plain, portable=True))
     finished = (build.find(options, tools) for options in kinds if build.has_bindings())
     built_here = next(filter(None, finished), None)
-    if built_here and _has_cuda(built_here):
+    backends = build.backends(built_here) if built_here else []
+    if "cuda" in backends:
         return built_here
     came = None
     if carried_cuda.installed() or not (built_here or stock):
         came = carried.find()
-    came_with_cuda = came is not None and _has_cuda(came)
+    came_with_cuda = came is not None and "cuda" in build.backends(came)
     if stock:
         if built_here and came_with_cuda:
             say("stock llama.cpp is for the CPU here, and ours uses CUDA, unless SPARQ_CUDA=0")
         return built_here
     if came_with_cuda:
         return came
-    if (built_here or came) and usual.cuda and cuda.find_nvcc():
-        say("there is a CUDA device, but this build is for the CPU: run sparq-cpp build")
+    lacking = [name for name in usual.backends if name not in backends]
+    if (built_here or came) and lacking and (lacking != ["cuda"] or cuda.find_nvcc()):
+        say(f"this build is for the CPU: run sparq-cpp build, which makes one with {lacking[0]}")
     return built_here or came
 
 
-def _has_cuda(folder: Path) -> bool:
-    from pyorch.native import build
+def gpus() -> list[Device]:
+    """The GPUs of the library that is used here, or that would be built here."""
+    from pyorch.native import build, cuda, devices
 
-    stamp = build.read_stamp(folder)
-    return stamp is not None and "cuda" in stamp["inputs"]
-
-
-def uses_cuda() -> bool:
-    """Whether the library that is used here, or that would be built here, runs on a GPU."""
-    from pyorch.native import cuda
-
-    if not cuda.is_preferred():
-        return False
     folder = find()
-    return _has_cuda(folder) if folder else bool(cuda.find_nvcc())
+    backends = build.backends(folder) if folder else ["cuda"] * bool(cuda.find_nvcc())
+    if "cuda" not in backends:
+        return devices.of_library(folder) if folder and backends else []
+    listed = cuda.devices()[0] if cuda.is_preferred() else ()
+    return [devices.Device(x.name, x.memory, integrated=x.integrated) for x in listed]
 
 
 def has_gpu_memory() -> bool:
-    """Whether it runs on a GPU that does not share the main memory."""
-    from pyorch.native import cuda
-
-    return uses_cuda() and not all(device.integrated for device in cuda.devices()[0])
+    """Whether one of them does not share the main memory."""
+    return not all(device.integrated for device in gpus())
 
 
 def lib_dir(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:

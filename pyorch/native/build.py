@@ -31,6 +31,7 @@ from typing import Any
 from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import cmake, cuda, patches, probe, smoke, source
+from pyorch.native.cmake import BACKENDS as BACKENDS
 from pyorch.native.cmake import TOOLS as TOOLS
 from pyorch.native.cmake import Options as Options
 from pyorch.progress import say
@@ -45,19 +46,33 @@ _OURS = re.compile(r"(sparq|stock)-.+|[0-9a-f]{12}(\.partial)?")
 
 
 def usual(stock: bool = False) -> Options:
-    """The default options: with CUDA if there is a device, and SPARQ_CUDA is not 0."""
-    return Options(stock, cuda=cuda.archs("native") if cuda.is_preferred() else "")
+    """The default options: with CUDA if there is a device, else with Vulkan or Metal if a build of
+    this cache was made with it. The variable SPARQ_<BACKEND>=0 switches one off."""
+    before = {name for folder, _ in finished() for name in backends(folder)}
+    vulkan = "vulkan" in before and os.environ.get("SPARQ_VULKAN") != "0"
+    metal = "metal" in before and os.environ.get("SPARQ_METAL") != "0"
+    if cuda.is_preferred() and (cuda.find_nvcc() or not (vulkan or metal)):
+        return Options(stock, cuda=cuda.archs("native"))
+    return Options(stock, vulkan=vulkan, metal=metal)
 
 
 def working(options: Options) -> Options:
-    """The same options, but without CUDA if it does not work, with a note on stderr. A program
+    """The same options, but without a backend that does not work, with a note on stderr. A program
     is compiled to find out."""
-    if options.cuda:
-        _, why = cuda.toolkit(probe.need_compiler())
-        if why:
-            say(f"building for the CPU only, although there is a CUDA device: {why}")
-            return replace(options, cuda="")
+    why = cuda.toolkit(probe.need_compiler())[1] if options.cuda else ""
+    if options.vulkan:
+        why = cmake.why_not_vulkan()
+    if why:
+        say(f"building for the CPU only, without {options.backends[0]}: {why}")
+        return replace(options, cuda="", vulkan=False)
     return options
+
+
+def backends(folder: Path) -> list[str]:
+    """Those of a finished build."""
+    stamp = read_stamp(folder)
+    words = stamp["inputs"]["options"].split("-") if stamp else []
+    return [name for name in BACKENDS if name in words]
 
 
 def sources(options: Options) -> dict[str, str]:
@@ -279,7 +294,8 @@ def used() -> set[Path]:
     for folder, stamp in finished():
         has = stamp["inputs"]
         name = has["options"]
-        options = Options("stock" in name, "portable" in name, has.get("cuda", ""))
+        flags = {word: word in name for word in ("stock", "portable", "vulkan", "metal")}
+        options = Options(**flags, cuda=has.get("cuda", ""))
         # what came with a wheel has a name of its own, and no more inputs than these
         want = inputs(options) if name == options.name else sources(options)
         if all(has.get(key) == value for key, value in want.items()):

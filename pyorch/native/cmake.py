@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
-from pyorch.native import cuda, probe, source
+from pyorch.native import cuda, probe, source, vulkan
 from pyorch.progress import Progress, progress_bar, say
 
 TOOLS = (
@@ -35,6 +35,8 @@ _PARTS = {"repack": "GGML_CPU_REPACK", "llamafile": "GGML_LLAMAFILE"}
 
 _OLDEST = {"cmake": (3, 21), "ninja": (1, 10)}
 
+BACKENDS = ("cuda", "vulkan", "metal")  # of GPUs, as fields of `Options`
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,12 +44,18 @@ class Options:
 
     stock: bool = False  # the same pin, without patches and without ggml_ops
     portable: bool = False  # for any CPU of this kind (x86: AVX2, FMA, F16C), not only for this one
-    cuda: str = ""  # architectures such as 80;90; empty for a CPU-only build
+    cuda: str = ""  # architectures such as 80;90; empty without CUDA
+    vulkan: bool = False
+    metal: bool = False
+
+    @property
+    def backends(self) -> list[str]:
+        return [name for name in BACKENDS if getattr(self, name)]
 
     @property
     def name(self) -> str:
         kind = "stock" if self.stock else "sparq"
-        return kind + ("-portable" if self.portable else "") + ("-cuda" if self.cuda else "")
+        return "-".join([kind, *["portable"] * self.portable, *self.backends])
 
 
 @dataclass(frozen=True)
@@ -89,14 +97,24 @@ def toolchain(options: Options) -> Toolchain:
     """Find it by compiling tiny programs, which takes seconds.
 
     Raises:
-        SparqError: a tool is missing, no compiler works, or CUDA is asked for and cannot be used.
+        SparqError: a tool is missing, no compiler works, or a backend that is asked for cannot be
+            used.
     """
     compiler = need_tools()
     cpu = probe.probe(compiler, native=not options.portable)
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
         raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: SPARQ_CUDA=0")
+    if options.vulkan and (why := why_not_vulkan()):
+        raise SparqError(f"Vulkan cannot be used: {why}", "for the CPU alone: SPARQ_VULKAN=0")
+    if options.metal and platform.system() != "Darwin":
+        raise SparqError("Metal is of macOS only", "without --metal", exit_code=2)
     return Toolchain(compiler, cpu, toolkit)
+
+
+def why_not_vulkan() -> str:
+    """As `vulkan.why_not`, with the tools that are here."""
+    return vulkan.why_not(tool("cmake"), tool("ninja"))
 
 
 def compile_tree(
@@ -140,7 +158,8 @@ def _definitions(tree: Path, options: Options, tools: bool, chain: Toolchain) ->
         "CMAKE_INSTALL_RPATH": ";".join([origin, *(toolkit.lib if toolkit else ())]),
         "GGML_NATIVE": not options.portable,
         "GGML_OPENMP": chain.cpu.openmp,
-        "GGML_METAL": False,
+        "GGML_METAL": options.metal,
+        "GGML_VULKAN": options.vulkan,
         "GGML_RPC": True,
         "GGML_RPC_RDMA": False,  # it would need a library that other machines lack
         "LLAMA_BUILD_COMMIT": pin.commit[:9],
@@ -169,6 +188,7 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
     copy = str(tree / "ops")
     original = "" if not Path(copy).is_dir() else str(paths.data("ggml_ops"))
     lines: list[str] = []
+    most = 0  # steps; Vulkan's shaders have a ninja of their own, with fewer
     with log.open("a", encoding="utf-8") as file:
         file.write("$ " + " ".join(argv) + "\n")
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -179,8 +199,9 @@ def _run(argv: list[str], env: dict[str, str], tree: Path, progress: Progress, l
                     line = line.replace(copy, original)  # the file that the user can edit
                 file.write(line + "\n")
                 lines.append(line)
-                if match := re.match(r"\[(\d+)/(\d+)\] ", line):  # of ninja
-                    progress(int(match[1]), int(match[2]))
+                match = re.match(r"\[(\d+)/(\d+)\] ", line)  # of ninja
+                if match and (most := max(most, int(match[2]))) == int(match[2]):
+                    progress(int(match[1]), most)
             code = process.wait()
     if code != 0:
         raise _failure(argv, code, lines, log)

@@ -211,8 +211,6 @@ def probe(compiler: Compiler, native: bool) -> Probe:
         if native and platform.machine() in ("x86_64", "AMD64"):
             isa, flags, dead = _probe_x86(compiler, folder)
             off |= dead
-    if platform.system() == "Darwin":
-        off["metal"] = "sparse attention runs on the CPU and on CUDA only"
     return Probe(tuple(isa), tuple(flags), off, openmp)
 
 

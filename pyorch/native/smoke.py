@@ -28,6 +28,7 @@ import numpy as np
 from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.ggml import BY_NAME
+from pyorch.native import devices
 from pyorch.native.prototypes import declare
 from pyorch.native.slots import PrefillParams, sources
 from pyorch.native.tensor import InitParams
@@ -49,7 +50,6 @@ WRONG = 0.03
 TIMEOUT_S = 300  # it takes one or two seconds
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
-_GPUS = (1, 2)  # types of ggml's devices: a card, and one that shares the CPU's memory
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,10 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
 def _gpus(base: Any, folder: Path) -> Iterator[tuple[int, int, bool]]:
     """Likewise each GPU. Ends the process if there is none: ggml has said why."""
     ggml = declare(ctypes.CDLL(str(folder / system.library("ggml"))))
-    pointers = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
-    devices = [device for device in pointers if base.ggml_backend_dev_type(device) in _GPUS]
-    if not devices:
+    if not (found := devices.listed(ggml)):
         sys.exit(1)
-    for device in devices:
-        backend = base.ggml_backend_dev_init(device, None)
+    for device in found:
+        backend = base.ggml_backend_dev_init(device.pointer, None)
         yield backend, base.ggml_backend_get_default_buffer_type(backend), False
 
 

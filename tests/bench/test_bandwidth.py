@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pyorch.engine import bandwidth
 from pyorch.errors import SparqError
-from pyorch.measure import bandwidth
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import fake_device
-import numpy as np
 import pytest
 from bench_options import options
 
 from bench import plot
-from bench.gpu import in_memory, kernels, real_text, tokens
+from bench.gpu import in_memory, kernels, tokens
 from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.cli.bench import measurement
@@ -96,33 +95,6 @@ def test_a_prompt_is_read_on_the_device(native_lib_dir: Path, tmp_path: Path) ->
     assert names == ["stock -fa 1", "stock -fa 0", "dense", prompt, "dense", prompt]
     assert [rec["in_memory"] for rec in recs] == [1, 1, 1, 1, 0, 0]
     assert recs[0]["bytes"] > 0 == recs[-1]["bytes"]
-
-
-def test_a_real_model_beside_the_cpu(
-    demo_model: Path, native_lib_dir: Path, tmp_path: Path
-) -> None:
-    """On a device that is not there; and where there is none, or nothing sparse, it says so."""
-    fake = fake_device.build(tmp_path, native_lib_dir)
-    argv = ["gpu_real_text", "-m", demo_model, "-n", 3, "--n-prompt"]
-    for program, n, error in (
-        (("-c", FAKE, fake), 1200, ""),
-        (("-c", FAKE, fake), 500, "no layer was sparse"),
-        (("-m", "bench"), 1200, "no GPU is here"),
-    ):
-        done = ran(*program, *argv, n, fails=bool(error))
-        assert error in done.stderr, done.stderr[-2000:]
-        if not error:
-            line = f"{real_text.OURS}: 3 of 3 tokens are the CPU's, logits differ by 0\n"
-            assert line in done.stdout
-            assert done.stderr.count("ms per token") == 4
-
-
-def test_what_a_gpu_chooses_otherwise() -> None:
-    """The lead over its choice, not over the second."""
-    on_cpu = np.array([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
-    assert real_text.compare("x", on_cpu, on_cpu) == (0, 0)
-    on_gpu = on_cpu + [[0, 2.5, 0], [0, 0, 1]]
-    assert real_text.compare("x", on_cpu, on_gpu) == (2, 2.5)
 
 
 def add(folder: Path, method: str, us: float, stamp: str) -> None:

@@ -48,7 +48,33 @@ def test_generate_prints_text_alone_on_stdout(run: Run, tiny: Path) -> None:
     assert "tokens/s" in result.err and "tokens/s" not in result.out
     as_json = json.loads(run("generate", "-m", tiny, "-p", "hello", "-n", 12, "--json").out)
     assert as_json["text"] + "\n" == result.out
-    assert len(as_json["tokens"]) <= 12 and as_json["attention"] is None
+    assert len(as_json["tokens"]) <= 12
+
+
+DEFAULTS = {
+    "": "sparq,ratio=0.25",
+    "--ratio 1": "dense",
+    "-a off": None,
+    "--ctx-size 1024": "dense",
+}
+
+
+@pytest.mark.parametrize("line", DEFAULTS)
+def test_sparse_unless_told_otherwise(run: Run, tiny: Path, line: str) -> None:
+    ask = ("generate", tiny, "-p", LONG[:1020], "--n-predict", 9, "--json", *line.split())
+    attention = json.loads((done := run(*ask)).out)["attention"]
+    assert (attention and attention["spec"]) == DEFAULTS[line]
+    assert ("--ratio 1" in done.err) == (not line)
+    assert line or attention["counters"]["calls_sparse"] > 0
+
+
+def test_a_default_never_fails(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what it keeps does not fit into the memory, attention is exact."""
+    kv = json.loads(run("explain", "-m", tiny, "-c", 4096, "--json").out)["kv_memory"]
+    monkeypatch.setenv("SPARQ_MEMORY_LIMIT", str(kv + 999))
+    ask = ("generate", "-m", tiny, "-p", "x", "-n", 1, "--json")
+    assert run(*ask, "--ratio", "1/4").code == 1
+    assert json.loads(run(*ask).out)["attention"]["spec"] == "dense"
 
 
 def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
@@ -56,7 +82,7 @@ def test_llama_cpp_is_silent_unless_asked(tiny: Path) -> None:
     quiet = subprocess.run(args, capture_output=True, check=True).stderr
     loud = subprocess.run([*args, "-v"], capture_output=True, check=True).stderr
     assert b"llama_model_loader" in loud
-    assert len(quiet.splitlines()) == 1  # speed
+    assert len(quiet.splitlines()) == 2  # attention, speed
 
 
 def test_a_drawn_seed_repeats_the_reply(run: Run, tiny: Path) -> None:
@@ -73,17 +99,18 @@ def test_dense_where_sparse_was_asked_is_told(run: Run, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "said"),
+    ("arch", "asked", "said"),
     [
-        ("gemma2", "note: 1 of 2 layers are dense: sliding-window layer"),
-        ("deepseek2", "note: attention is dense: multi-head latent attention"),
+        ("gemma2", SPARSE, "note: 1 of 2 layers are dense: sliding-window layer"),
+        ("deepseek2", SPARSE, "note: attention is dense: multi-head latent attention"),
+        ("deepseek2", (), "exact: multi-head latent attention"),
     ],
 )
 def test_layers_that_cannot_be_sparse_are_told(
-    run: Run, tmp_path: Path, arch: str, said: str
+    run: Run, tmp_path: Path, arch: str, asked: tuple[str, ...], said: str
 ) -> None:
     path = tiny_of.write(tmp_path / "m.gguf", arch)
-    result = run("generate", "-m", path, "-p", LONG[:300], "-n", 4, *SPARSE)
+    result = run("generate", "-m", path, "-p", LONG[:300], "-n", 4, *asked)
     assert result.code == 0 and said in result.err
     counted = "attention of 1 of 2 layers " in result.err  # whose bytes these are
     assert counted == (arch == "gemma2")
@@ -105,6 +132,23 @@ def test_wrong_use_is_two_lines(run: Run, tiny: Path, line: str) -> None:
     error, hint = result.err.splitlines()
     assert (result.code, result.out) == (2, "")
     assert error.startswith("error: ") and WRONG_USE[line] in error and hint.startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("generate --contxt 5", " --ctx"),
+        ("chat --n-predikt 5", " --tokens"),
+        ("serve --no-kv-ofload", " --no-kv-offload"),
+        ("chat llama3-8", " llama3-8b"),
+        ("clean nothing", " clean"),
+        ("chat -m one two", " one"),
+    ],
+)
+def test_what_is_nearly_right(run: Run, line: str, near: str) -> None:
+    result = run(*line.split())
+    error, hint = result.err.splitlines()
+    assert result.code == 2 and near in hint and "[" not in error and len(hint) < 120
 
 
 def test_layers_on_a_gpu(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -170,7 +214,7 @@ def test_a_context_beyond_the_training(run: Run, tmp_path: Path) -> None:
     assert refused.code == 2 and "512 positions" in refused.err
 
 
-@pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -t 1"])
+@pytest.mark.parametrize("args", ["models", "--help", "explain --json", "generate -p x -a off"])
 def test_nowhere_to_write(tiny: Path, args: str) -> None:
     verb, *rest = args.split()
     argv = [sys.executable, "-m", "pyorch", verb, *rest]
@@ -239,7 +283,7 @@ def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
 
 def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
     script = f"{LONG}\n/ratio 1/4\nand?\n/dense\nand?\n"
-    result = run("chat", "-m", tiny_chat, "-n", 6, "--json", stdin=script)
+    result = run("chat", "-m", tiny_chat, "-n", 6, "--json", "-a", "off", stdin=script)
     off, sparse, dense = [json.loads(line) for line in result.out.splitlines()]
     assert off["attention"] is None
     assert sparse["attention"]["spec"] == "sparq,ratio=0.25"
@@ -351,15 +395,17 @@ def chat_on_a_terminal(
     """chat on a terminal of its own, except for the `streams` that are given, with its history in
     `here`; and the other end of the terminal. It is killed after a minute."""
     code = f"""if True:
-        import os, types, pathlib, pyorch.cli, pyorch.cli.chat as chat
+        import os, types, pathlib, pyorch.cli
+        from pyorch.cli import chat, line_editor
         os.open(os.ttyname(0), os.O_RDWR)  # Ctrl-C comes from the terminal that a session has
         here = pathlib.Path({str(here)!r})
-        chat.paths = types.SimpleNamespace(cache=lambda: here, expanded=pathlib.Path)
+        line_editor.paths = types.SimpleNamespace(cache=lambda: here, expanded=pathlib.Path)
+        chat.paths = line_editor.paths
         pyorch.cli.main()"""
     argv = [sys.executable, "-c", code, "chat", "-m", str(model), "-t", "1", *map(str, args)]
     ours, theirs = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | streams
-    env = {**os.environ, "TERM": "xterm"}
+    env = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody answers one
     with subprocess.Popen(argv, **streams, env=env, start_new_session=True) as child:
         os.close(theirs)
         (timer := Timer(60, child.kill)).start()
@@ -369,7 +415,8 @@ def chat_on_a_terminal(
 
 
 def read_until(terminal: int, mark: bytes) -> bytes:
-    said = b""
+    """What shows until the mark; a `> ` in it is a prompt, with what the terminal is told then."""
+    said, mark = b"", mark.replace(b"> ", rb"\?2004h.*>")
     while not re.search(mark, said, re.DOTALL):
         said += os.read(terminal, 4096)
     return said
@@ -379,55 +426,50 @@ def type_into(terminal: int, *steps: tuple[bytes, bytes]) -> None:
     """After each mark that shows, what is typed then."""
     for mark, then in steps:
         read_until(terminal, mark)
-        time.sleep(0.3)  # right after its prompt, readline holds Ctrl-C back until a key
+        time.sleep(0.3)  # the prompt shows before it reads
         os.write(terminal, then)
 
 
 def test_chat_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
-    """A pasted text of two lines is one message; one that is too long leaves the conversation; what
-    was typed is kept."""
+    """A pasted text of two lines is one message, and Alt-Enter begins a third; one that is too long
+    leaves the conversation; Tab completes; what was typed is kept."""
     os.mkfifo(tmp_path / "pipe")
     with chat_on_a_terminal(tiny_chat, tmp_path, "-n", 4, "--ctx", 512) as (child, terminal):
         type_into(
             terminal,
-            (b"> ", b"\x1b[200~one\ntwo\x1b[201~\n"),
+            (b"> ", b"\x1b[200~one\ntwo\x1b[201~\x1b\rthree\r"),
             (b"tokens/s.*> ", b"long " * 600 + b"\n"),
             (b"error: .*> ", b"\x03"),
             (b"/exit or Ctrl-D leaves.*> ", f"/read {tmp_path}/pipe\n".encode()),
-            (b"/pipe", b"\x03"),  # it waits for somebody who writes
+            (rb"\?2004l", b"\x03"),  # it waits for somebody who writes
             (b"stopped.*> ", b"\x03"),
-            (b"/exit or Ctrl-D leaves.*> ", f"/save {tmp_path}/talk.json\n".encode()),
+            (b"/exit or Ctrl-D leaves.*> ", b"/sa\t"),
+            (b"ve", f" {tmp_path}/talk.json\r".encode()),
             (b"2 messages written.*> ", b"\x04"),
         )
     assert child.returncode == 0
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
-    assert messages[0]["content"] == "one\ntwo"
+    assert messages[0]["content"] == "one\ntwo\nthree"
     history = (tmp_path / "chat_history").read_text()
-    assert history.startswith("one\ntwo\n") and "/save" in history
+    assert "+one\n+two\n+three\n" in history and "/save" in history
 
 
-@pytest.mark.parametrize("edited", [True, False])
-def test_bytes_that_are_not_utf8_in_a_terminal(
-    tiny_chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: bool
-) -> None:
-    """They end neither the program nor the message; a file of such a name is found. The lines are
-    edited by readline, or not, as when stdout is no terminal."""
-    monkeypatch.setenv("LC_ALL", "C" if edited else "C.UTF-8")  # else readline takes them itself
+def test_bytes_that_are_not_utf8_in_a_terminal(tiny_chat: Path, tmp_path: Path) -> None:
+    """They end neither the program nor the message; a file of such a name is found."""
     talk = tmp_path / os.fsdecode(b"caf\xe9.json")
     before = os.umask(0o022)
-    with (tmp_path / "out").open("wb") as out:
-        streams = {} if edited else {"stdout": out.fileno()}
-        with chat_on_a_terminal(tiny_chat, tmp_path, "-n", 4, **streams) as (child, terminal):
-            type_into(
-                terminal,
-                (b"> ", b"caf\xe9 it is\n"),
-                (b"read as Windows-1252.*tokens/s.*> ", b"/save " + os.fsencode(talk) + b"\n"),
-                (b"2 messages written.*> ", b"\x04"),
-            )
+    with chat_on_a_terminal(tiny_chat, tmp_path, "-n", 4) as (child, terminal):
+        type_into(
+            terminal,
+            (b"> ", b"caf\xe9 it is\n"),
+            (b"read as Windows-1252.*tokens/s.*> ", b"/save " + os.fsencode(talk) + b"\n"),
+            (b"2 messages written.*> ", b"\x04"),
+        )
     os.umask(before)
     assert child.returncode == 0
     assert json.loads(talk.read_text())["messages"][0]["content"] == "café it is"
-    assert not edited or (tmp_path / "chat_history").stat().st_mode & 0o777 == 0o600
+    kept = [tmp_path / "chat_history", tmp_path / "chat_last.json"]
+    assert [path.stat().st_mode & 0o777 for path in kept] == [0o600] * 2
 
 
 def test_what_is_typed_is_not_kept_unasked(tiny_chat: Path, tmp_path: Path) -> None:
@@ -436,10 +478,14 @@ def test_what_is_typed_is_not_kept_unasked(tiny_chat: Path, tmp_path: Path) -> N
     assert child.returncode == 0 and not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_in_a_terminal_stops_the_reply_and_not_the_program(
-    tiny_chat: Path, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_reply_in_a_terminal(
+    tiny_chat: Path, tmp_path: Path, number: int
 ) -> None:
-    """The reply, which goes on to the end of the context, goes to a file, and nothing else does."""
+    """And all but Ctrl-C the program. The reply, which goes on to the end of the context, goes to a
+    file, and nothing else does; so much of it as there is can be resumed."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("it is ignored here, as under nohup, and then by chat too")
     with (tmp_path / "out").open("wb+") as out:
         streams = {"stdout": out.fileno()}
         with chat_on_a_terminal(tiny_chat, tmp_path, "--temp", 0, **streams) as (child, terminal):
@@ -447,20 +493,27 @@ def test_ctrl_c_in_a_terminal_stops_the_reply_and_not_the_program(
             os.write(terminal, b"hello\n")
             while not out.seek(0, os.SEEK_END):
                 time.sleep(0.01)
-            os.write(terminal, b"\x03")
-            assert b"(stopped)" in read_until(terminal, b"tokens/s.*> ")
-            os.write(terminal, b"/stats\n")
-            said = read_until(terminal, b"positions.*> ")
-            os.write(terminal, b"\x04")
+            if number == signal.SIGINT:
+                os.write(terminal, b"\x03")
+                assert b"(stopped)" in read_until(terminal, b"tokens/s.*> ")
+                os.write(terminal, b"\x04")
+            else:
+                child.send_signal(number)
         out.seek(0)
-        reply = out.read()
-    assert child.returncode == 0
-    assert int(re.search(rb"context (\d+) of 4096", said).group(1)) < 4096
-    assert b"> " not in reply and reply.endswith(b"\n") and not reply.endswith(b"\n\n")
+        reply = out.read().decode()
+    assert child.returncode == (0 if number == signal.SIGINT else 128 + number)
+    messages = json.loads((tmp_path / "chat_last.json").read_text())["messages"]
+    assert reply.strip() in messages[1]["content"] and len(reply) < 4096
+    with chat_on_a_terminal(tiny_chat, tmp_path, "--resume", "last") as (child, terminal):
+        read_until(terminal, b"2 messages.*> ")
+        child.send_signal(number)  # SIGINT, which a terminal has no key for then, is a Ctrl-C
+        if number == signal.SIGINT:
+            type_into(terminal, (b"/exit or Ctrl-D leaves.*> ", b"\x04"))
+    assert child.returncode == (0 if number == signal.SIGINT else 128 + number)
 
 
 def test_ctrl_c_ends_what_reads_from_a_pipe(tiny_chat: Path) -> None:
-    argv = [sys.executable, "-m", "pyorch", "chat", "-m", str(tiny_chat), "-t", "1", "--temp", "0"]
+    argv = [sys.executable, "-m", "pyorch", "chat", "-m", str(tiny_chat), "-t", "1", "-a", "off"]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(argv, **streams, bufsize=0) as child:
         assert child.stdin and child.stdout and child.stderr

@@ -36,6 +36,11 @@ def test_a_hybrid_gains_little(run: Run) -> None:
     assert r["speedup_token"] == pytest.approx(r["lengths"][0]["speedup"])
 
 
+@pytest.mark.parametrize(("model", "ratio"), [("llama2-7b", "1/4"), ("llama3-8b", "1/8")])
+def test_a_card_has_the_ratio(run: Run, model: str, ratio: str) -> None:
+    assert json.loads(run("explain", "-m", model, "--json").out)["spec"] == f"sparq,ratio={ratio}"
+
+
 def test_a_context_that_is_longer_than_the_training(run: Run) -> None:
     r = explain(run, "llama2-7b")
     beyond = {x["positions"]: x["beyond_training"] for x in r["lengths"]}

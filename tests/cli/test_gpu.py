@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 
 from pyorch import native
-from pyorch.attention.placement import MARGIN, Cache, layers_on_gpu
+from pyorch.attention.placement import MARGIN, Cache, Rates, layers_on_gpu
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import gpu, serve
 from pyorch.cli.loading import session_options
 from pyorch.cli.options import ContextOptions, LoadOptions
-from pyorch.engine.library import Gpu
 from pyorch.engine.settings import SessionOptions, settings_for
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
 from pyorch.models import cards
 from pyorch.models.gguf_file import read_gguf
-from pyorch.native import cuda
+from pyorch.native.devices import Device
 
 Run = Callable[..., Any]
 F16 = (CACHE_TYPES["f16"], CACHE_TYPES["f16"])
@@ -33,6 +32,7 @@ LLAMA = cards.load("llama3-8b").geometry  # 32 layers, 8 KV heads of 128
 N_POS = 131072
 LAYER = 8 * 128 * 2 * 2 * N_POS  # K and V
 EIGHTH = parse_spec("sparq,ratio=1/8,gpu_min_mb=0")
+SLOW_GPU, FAST_GPU = Rates(1e8, 1e10, 0), Rates(1e12, 1e10, 0)
 
 
 def cache(spec: AttentionSpec | None = EIGHTH, **more: Any) -> Cache:
@@ -83,6 +83,20 @@ def test_layers_that_save_the_most_go_first() -> None:
     assert all((cut[il] < sizes[il]) == (il not in full) for il in sizes)
 
 
+def test_layers_that_gain_lie_in_memory_where_a_gpu_lacks_our_kernels() -> None:
+    """Those with a window read all of it anywhere. What a layer waits may cost more than it
+    gains."""
+    made = Cache(cards.load("gemma-3-4b-it").geometry, EIGHTH, F16, 32768)
+    full = tuple(il for il in made.geo.kv_layers if not made.geo.windows.of(il))
+    same = Rates(1e10, 1e10, 0)  # the GPU reads main memory
+    room = sum(made.layer_bytes().values()) * 2
+    assert made.in_memory(room, made.geo.kv_layers, same) == full
+    assert made.in_memory(room, made.geo.kv_layers, replace(same, wait=1)) == ()
+    assert made.in_memory(room, made.geo.kv_layers, FAST_GPU) == ()
+    assert set(made.in_memory(0, made.geo.kv_layers, same)) == set(made.geo.kv_layers)
+    assert made.in_memory(room, full[:2], same) == full[:2]
+
+
 def test_which_layers_llama_cpp_puts_on_a_gpu() -> None:
     """The output counts as one, and is the first to go."""
     assert layers_on_gpu(4, None) == layers_on_gpu(4, 99) == range(4)
@@ -109,7 +123,8 @@ def explained(run: Run, *more: object) -> dict[str, Any] | None:
 def test_explain_tells_what_fits(
     n_bytes: float, option: str | None, n_there: range, fits: bool, run: Run, monkeypatch
 ) -> None:
-    monkeypatch.setattr(gpu, "gpus_here", lambda: [Gpu("RTX 0000", int(n_bytes) + MARGIN, 0)])
+    rtx = Device("RTX 0000", 0, int(n_bytes) + MARGIN)
+    monkeypatch.setattr(gpu, "asked", lambda *_: ([rtx], None))
     found = explained(run, *([option] if option else []))
     assert found and found["names"] == ["RTX 0000"] and found["free"] == n_bytes
     there = set(range(32)) - set(found["in_memory"])
@@ -120,6 +135,23 @@ def test_explain_tells_what_fits(
     assert "RTX 0000" in text
 
 
+@pytest.mark.parametrize(
+    ("rates", "option", "is_sparse"),
+    [(SLOW_GPU, None, True), (FAST_GPU, None, False), (FAST_GPU, "-nkvo", True)],
+)
+def test_explain_where_a_gpu_lacks_our_kernels(
+    rates: Rates, option: str | None, is_sparse: bool, run: Run, monkeypatch
+) -> None:
+    radeon = Device("Radeon", 0, integrated=True, backend="Vulkan")
+    monkeypatch.setattr(gpu, "asked", lambda *_: ([radeon], rates))
+    line = ("explain", "-m", "llama3-8b", "--ctx", N_POS, "-a", str(EIGHTH))
+    facts = json.loads(run(*line, "--json", *([option] if option else [])).out)
+    assert len(facts["gpu"]["in_memory"]) == 32 * is_sparse
+    assert len(facts["gpu"]["exact"]) == 32 * (not is_sparse)
+    assert (facts["speedup_token"] > 1) == is_sparse == (facts["lengths"][2]["speedup"] > 1)
+    assert "Radeon" in run(*line).out
+
+
 def test_explain_without_a_gpu(run: Run) -> None:
     assert explained(run) is None
     assert "no GPU" in run("explain", "-m", "llama3-8b", "-nkvo").err
@@ -127,32 +159,37 @@ def test_explain_without_a_gpu(run: Run) -> None:
 
 def test_llama_server_is_told(
     tiny: Path,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = read_gguf(tiny)
     settings = settings_for(file, SessionOptions(n_ctx=1024, n_sequences=2, attention="sparq"))
     served = serve.Served(file, settings, "m", "127.0.0.1", 1, None, LoadOptions(), [])
-    free = 0
-
+    free: int = 0
+    rates: Rates | None = None
     monkeypatch.setattr(gpu, "apart", lambda function: function())
-    monkeypatch.setattr(gpu, "free", lambda: free)
-    assert serve._kv_in_memory(served, tmp_path) == {}  # a build without CUDA
-    (tmp_path / "libggml-cuda.so").touch()
+    monkeypatch.setattr(gpu, "asked", lambda *_: ([Device("RTX", 0, free)], rates))
+    assert serve._kv_in_memory(served) == {}  # a build for the CPU
+    monkeypatch.setattr(native, "gpus", lambda: [Device("RTX", 0)])
+    free = 2 * MARGIN
+    assert serve._kv_in_memory(served) == {}
     free = MARGIN
-    assert serve._kv_in_memory(served, tmp_path) == {}
-    free = 0
     n_layer = len(settings.layer_bytes())
     every = ",".join(map(str, range(n_layer)))
-    assert serve._kv_in_memory(served, tmp_path) == {"SPARQ_KV_IN_MEMORY": every}
+    assert serve._kv_in_memory(served) == {"SPARQ_KV_IN_MEMORY": every}
     assert f"{n_layer} of {n_layer} layers" in capsys.readouterr().err
+    free, rates = 2 * MARGIN, SLOW_GPU
+    assert serve._kv_in_memory(served) == {"SPARQ_KV_IN_MEMORY": every}
+    free, rates = 2 * MARGIN, FAST_GPU
+    assert serve._kv_in_memory(served) == {}
+    assert f"0 of {n_layer} layers" in capsys.readouterr().err
+    free, rates = MARGIN, None
     with monkeypatch.context() as m, pytest.raises(SparqError, match="m.gguf|tiny"):
         m.setenv("SPARQ_MEMORY_LIMIT", "1000")
-        serve._kv_in_memory(served, tmp_path)
+        serve._kv_in_memory(served)
     for kv_offload in (True, False):
         given = replace(served, load=LoadOptions(kv_offload=kv_offload))
-        assert serve._kv_in_memory(given, tmp_path) == {}
+        assert serve._kv_in_memory(given) == {}
 
 
 @pytest.mark.parametrize(
@@ -169,9 +206,8 @@ def test_llama_server_is_told(
 def test_what_a_gpu_holds_takes_no_main_memory(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, load: dict[str, Any], integrated: bool, fits: bool
 ) -> None:
-    device = cuda.Device("87", "one that is not there", integrated=integrated)
-    monkeypatch.setattr(cuda, "devices", lambda: ((device,), ""))
-    monkeypatch.setattr(native, "uses_cuda", lambda: True)
+    device = Device("one that is not there", 0, 0, integrated)
+    monkeypatch.setattr(native, "gpus", lambda: [device])
     monkeypatch.setenv("SPARQ_MEMORY_LIMIT", "1000")
     options = session_options(None, ContextOptions(ctx=1024), LoadOptions(**load))
     with nullcontext() if fits else pytest.raises(SparqError, match="--ctx|memory"):

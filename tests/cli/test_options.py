@@ -87,6 +87,13 @@ def test_a_way_that_others_can_read_is_refused_unless_it_is_opened(
     assert far.allowed() == ["8.8.8.8:50052"]
 
 
+@pytest.mark.parametrize("verb", ["chat", "generate", "serve"])
+def test_help_begins_with_what_people_set_first(verb: str) -> None:
+    names = [p.name for p in commands()[verb].params]
+    order = [names.index(x) for x in ("model", "ratio", "ctx", "cache_type_k", "n_gpu_layers")]
+    assert order == sorted(order) and names.index("workers") > len(names) - 4
+
+
 def test_no_variable_stands_in_for_two_options() -> None:
     named = Counter(
         p.envvar[0]

@@ -357,7 +357,7 @@ def test_keys_come_in_a_file(run: Callable[..., Any], tiny: Path, tmp_path: Path
 def test_our_options_are_not_for_after(
     run: Callable[..., Any], tiny: Path, more: str, ours: str
 ) -> None:
-    result = run("serve", "-m", tiny, "--", *more.split())
+    result = run("serve", tiny, "--", *more.split())
     _, hint = result.err.splitlines()
     assert result.code == 2 and ours in hint and "secret" not in result.err
 
@@ -377,7 +377,7 @@ def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Pa
     geo = geometry(read_gguf(file))
     row = 2 * 2 * geo.n_head_kv[0] * geo.head_dim_k  # of f16, K and V
     cut, whole = ((5 * n + 4096) * row for n in (768, 4096))
-    weights, ctx = weight_bytes(read_gguf(file)), ("-m", file, "--ctx", 4096, "-np", 1)
+    weights, ctx = weight_bytes(read_gguf(file)), ("-m", file, "-a", "off", "--ctx", 4096, "-np", 1)
     spare = 8 << 20
     room = {"SPARQ_MEMORY_LIMIT": str(cut + weights + spare)}
     with standin("", *ctx, **room) as running:

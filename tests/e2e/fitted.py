@@ -2,10 +2,10 @@
 
     python fitted.py MODEL LIBRARY JSON
 
-JSON: kv_offload, document (the prompt, read if the file is not there and opened), and options of a
-session. Prints one line of JSON: the layers whose K and V stay in memory, what is said of them, the
-bytes of the document that were mapped, nodes of ATTEND that each device ran, and the tokens of a
-reply.
+JSON: kv_offload, rates (of devices without our kernels), document (the prompt, read if the file is
+not there and opened), and options of a session. Prints one line of JSON: the layers whose K and V
+stay in memory, what is said of them, the bytes of the document that were mapped, nodes of ATTEND
+that each device ran, and the tokens of a reply.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from pathlib import Path
 from llama import load_devices
 
 from pyorch import engine
+from pyorch.attention.placement import Rates
 from pyorch.cli.gpu import note_in_memory
-from pyorch.engine import document_file
-from pyorch.engine.library import gpus
+from pyorch.engine import bandwidth, document_file
 from pyorch.native.slots import STEPS
 
 
 def main() -> None:
     path, library, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     document = Path(options.pop("document", ""))
+    if rates := options.pop("rates", None):
+        bandwidth.beside_gpu = lambda *_: Rates(*rates)
     found, prompt, mapped = engine.library(), list(range(3, 253)), 0
     count = load_devices(library, found.lib._lib)
     with (
@@ -43,7 +45,7 @@ def main() -> None:
         pieces = engine.generate(s, prompt, max_tokens=20, ignore_eog=True)
         tokens = [p.token for p in pieces]
         result = {"in_memory": s.kv_in_memory, "tokens": tokens, "said": said.getvalue()}
-    n_devices = len(gpus(found))
+    n_devices = len(found.gpu_devices())
     result["attend"] = [count(i, STEPS.index("ATTEND")) for i in range(n_devices)]
     result["mapped"] = mapped
     print(json.dumps(result))

@@ -353,7 +353,10 @@ def fitted(fake: Path, tmp_path_factory: pytest.TempPathFactory):
 
     def go(n_bytes: float, **options: Any) -> dict[str, Any]:
         text, size = json.dumps({**FITTED, **options}), str(int(GIB + n_bytes))
-        return from_child(HERE / "fitted.py", model, fake, text, FAKE_DEVICES="2", FAKE_MEMORY=size)
+        more = {"FAKE_DEVICES": "2", "FAKE_MEMORY": size}
+        if "rates" in options:
+            more |= {"FAKE_NAME": "Vulkan", "FAKE_REFUSE": "1"}
+        return from_child(HERE / "fitted.py", model, fake, text, **more)
 
     return go
 
@@ -380,6 +383,15 @@ def test_what_insists(fitted) -> None:
         assert got["in_memory"] == [] and got["said"] == ""
         assert sum(got["attend"]) == 6 * N_REPLY * kv_offload
     assert fitted(0, n_gpu_layers=0)["in_memory"] == []
+
+
+def test_devices_without_our_kernels(fitted) -> None:
+    """K and V lie in memory where a token gains by it; otherwise attention is dense."""
+    asked, gained = fitted(GIB, kv_offload=False), fitted(GIB, rates=[1e9, 1e10, 0])
+    assert gained["in_memory"] == [*range(6)] and gained["tokens"] == asked["tokens"]
+    assert "6 of 6" in gained["said"] and not asked["said"]
+    left = fitted(GIB, rates=[1e13, 1e10, 0])
+    assert left["in_memory"] == [] and left["said"].count("\n") == 1 and sum(left["attend"]) == 0
 
 
 def test_a_document_is_mapped_into_what_stays_in_memory(fitted, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def here(path: Path) -> list[str]:
     ("text", "spec"),
     [
         ("hf:a/b", pull.Spec("a/b")),
-        ("hf:a/b:Q4_K_M@v1.0", pull.Spec("a/b", quant="Q4_K_M", revision="v1.0")),
+        ("a/b:Q4_K_M@v1.0", pull.Spec("a/b", quant="Q4_K_M", revision="v1.0")),
         ("a/b/c/d.gguf@refs/pr/1", pull.Spec("a/b", "c/d.gguf", revision="refs/pr/1")),
         ("hf:here/b/c.gguf", pull.Spec("here/b", "c.gguf")),
         *((p, None) for p in ("x.gguf", "a/x.gguf", "./a/b/x.gguf", "/a/b/x.gguf", "a/b/c")),
@@ -79,7 +79,7 @@ def test_names(
     "text",
     ["hf:", "hf:a", "hf:a/b:", "hf:a/b@", "hf:a/../c.gguf", "hf:a/b/../../c.gguf", "hf:a/b/c/"]
     + ["hf:a/b@../../x", "hf:a/b@x/../../y", "hf:a/b//c.gguf", "hf:a/b/c\\d.gguf", "hf:a/b\n"]
-    + ["a/b", "a/b:Q4_K_M", "a/b@v1", "llama2-8b", "smollm2-135m-instruct:Q8_0"],
+    + ["llama2-8b", "smollm2-135m-instruct:Q8_0"],
 )
 def test_wrong_names(text: str) -> None:
     with pytest.raises(SparqError) as e:

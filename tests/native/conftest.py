@@ -13,7 +13,8 @@ import fakes
 from pyorch import paths
 from pyorch.native import cmake, probe, smoke
 
-ENVIRONMENT = ("CFLAGS", "CXXFLAGS", "LDFLAGS", "CC", "CXX", "SPARQ_CUDA", "SPARQ_LIBRARY")
+ENVIRONMENT = ("CFLAGS", "CXXFLAGS", "LDFLAGS", "CC", "CXX", "SPARQ_CUDA", "SPARQ_VULKAN")
+ENVIRONMENT += ("SPARQ_LIBRARY",)
 
 
 @pytest.fixture

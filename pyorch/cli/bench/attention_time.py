@@ -31,9 +31,9 @@ from pyorch.cli.bench.comparison import (
     types_of,
 )
 from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing, same
+from pyorch.engine.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 from pyorch.measure import records
-from pyorch.measure.bandwidth import MemoryReader
 from pyorch.measure.process import Processes
 from pyorch.measure.records import Record, Result, optional, spread
 from pyorch.measure.turns import check_dense, in_turns, refuse_idle, sides

@@ -41,10 +41,10 @@ from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differi
 from pyorch.cli.loading import model_path
 from pyorch.cli.options import RpcOptions
 from pyorch.cli.terminal import confirm, note_if_beyond
+from pyorch.engine.bandwidth import MemoryReader, usual_bytes
 from pyorch.engine.settings import context_size
 from pyorch.errors import SparqError
 from pyorch.measure import records
-from pyorch.measure.bandwidth import MemoryReader, usual_bytes
 from pyorch.measure.process import Process, Processes
 from pyorch.measure.records import Record, Result, optional, spread
 from pyorch.measure.room import Place, Synthetic, geometry_of
@@ -422,11 +422,11 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
     weights = rec["bytes_weights"]
     moved = weights + rec["bytes_kv"] if rec["bytes_kv"] else math.nan
     case = {k: v for k, v in vars(c).items() if k not in ("model", "spec")}
-    gpu = "gpu" in env["machine"] and c.n_gpu_layers != 0
+    gpu = env["machine"].get("backend", "CUDA") if "gpu" in env["machine"] else ""
     return {
         "build_commit": env["commit"][:9],
         "cpu_info": env["machine"]["cpu"],
-        "backends": "RPC" if c.n_workers else "CUDA" if gpu else "CPU",
+        "backends": "RPC" if c.n_workers else gpu if gpu and c.n_gpu_layers != 0 else "CPU",
         "n_batch": c.n_batch,
         "n_ubatch": c.n_batch,
         **case,

@@ -1,0 +1,78 @@
+"""The GPUs on which a library computes, by whatever backend: CUDA, Vulkan or Metal."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import sys
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pyorch import children, system
+from pyorch.native import probe
+from pyorch.native.prototypes import declare
+
+_TYPES = (1, 2)  # ggml_backend_dev_type: a GPU with memory of its own, or that of the host
+_LACKING = ("Vulkan", "MTL", "ROCm", "MUSA")  # backends without our kernels
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. Memory is in bytes; free: what nobody has, when it was asked; integrated: it is main
+    memory; backend: as ggml calls it; pointer: ggml's."""
+
+    name: str
+    memory: int
+    free: int = 0
+    integrated: bool = False
+    backend: str = "CUDA"
+    pointer: int = 0
+
+    @property
+    def kernels(self) -> bool:
+        """Whether our attention runs there."""
+        return self.backend not in _LACKING
+
+
+def listed(ggml: Any, but: Collection[str] = ()) -> list[Device]:
+    """Those of a library whose functions are declared, without their memory: to ask for that takes
+    some of it.
+
+    Args:
+        but: names to leave out, of workers, which ggml takes for GPUs.
+    """
+    found = []
+    for pointer in map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count())):
+        kind = ggml.ggml_backend_dev_type(pointer)
+        name = ggml.ggml_backend_dev_description(pointer).decode(errors="replace")
+        if kind in _TYPES and name not in but:
+            registered = ggml.ggml_backend_dev_backend_reg(pointer)
+            backend = ggml.ggml_backend_reg_name(registered).decode()
+            found.append(Device(name, 0, 0, kind == _TYPES[1], backend, pointer))
+    return found
+
+
+def with_memory(ggml: Any, device: Device) -> Device:
+    """The same device with its memory."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    ggml.ggml_backend_dev_memory(device.pointer, ctypes.byref(free), ctypes.byref(total))
+    return replace(device, free=free.value, memory=total.value)
+
+
+@functools.cache
+def of_library(folder: Path) -> list[Device]:
+    """Those of a built library, asked by a process of its own: what it takes of a GPU would be
+    missing to others, and a driver that is broken must not take ours with it."""
+    done = probe.run(children.python("pyorch.native.devices", str(folder)))
+    rows = json.loads(done.stdout) if done.returncode == 0 else []
+    return [Device(**row) for row in rows]
+
+
+if __name__ == "__main__":
+    library = ctypes.CDLL(str(Path(sys.argv[1]) / system.library("ggml")))
+    system.with_ggml(library)
+    ggml = declare(library)
+    print(json.dumps([asdict(with_memory(ggml, device)) for device in listed(ggml)]))
