@@ -179,7 +179,7 @@ def _print(p: Prediction, rate: float, threads: int) -> None:
     whole = geo.head_dim_k % 32 == geo.head_dim_v % 32 == 0
     if whole and q8.read < p.read and not all(c.split.dense for c in p.layers):
         less = f"{human_bytes(q8.read)}, cache {human_bytes(q8.kv_bytes())}"
-        print(f"  the same with q8_0          {less}: -ctk q8_0 -ctv q8_0")
+        print(f"  from a q8_0 cache           {less}: -ctk q8_0 -ctv q8_0")
     many = f"{threads} thread{'s' * (threads > 1)}"
     print(f"  memory bandwidth            {rate / 1e9:.1f} GB/s, as measured with {many}")
     limits = f"attention {p.dense / p.read:.2f}x, whole token {p.speedup:.2f}x"
