@@ -139,14 +139,14 @@ def test_a_row_of_ours_is_refused_unless_it_ran() -> None:
     dense = replace(CASE, spec=parse_spec("dense"))
     speed.check_calls(CASE, {"calls_sparse": 4 * 3 * 2}, 2)
     speed.check_calls(dense, {"calls_dense_op": 4 * 3 * 2}, 2)
-    speed.check_calls(prompt, {"groups_sealed": 3 * 2}, 2)
+    speed.check_calls(prompt, {"groups_sealed": 4 * 3 * 2}, 2)
     speed.check_calls(replace(CASE, library="stock", spec=OFF), {}, 0)
     for case, counters in (
         (CASE, {}),
         (CASE, {"calls_sparse": 4 * 3 * 2 - 1}),
         (CASE, {"calls_dense_op": 4 * 3 * 2}),
         (dense, {"calls_sparse": 4 * 3 * 2}),
-        (prompt, {"groups_sealed": 3 * 2 - 1}),
+        (prompt, {"groups_sealed": 4 * 3 * 2 - 1}),
     ):
         with pytest.raises(SparqError, match="not reported"):
             speed.check_calls(case, counters, 2)

@@ -89,7 +89,7 @@ def check(pair: Pair) -> None:
     assert info and pair[0].info is None and info.sparse_share == 1
     assert info.counter("calls_sparse") == n_decoded(pair) * info.n_layer
     read, full = info.bytes_per_token
-    assert read / full == pytest.approx(1 / 8, rel=0.1)
+    assert 1 / 8 < read / full < 0.15  # and the last positions, which are scored from K
 
 
 @pytest.mark.slow
