@@ -16,6 +16,7 @@ from pyorch.native import page
 
 pytestmark = pytest.mark.slow
 selenium = pytest.importorskip("selenium.webdriver")
+support = pytest.importorskip("selenium.webdriver.support.ui")
 REQUEST = "Network.requestWillBeSent"
 
 
@@ -38,17 +39,18 @@ def test_a_message_is_answered_with_sparse_attention(
     server_dir: Path, tiny_chat: Path, tmp_path: Path, browser: Any
 ) -> None:
     """And nothing is loaded from elsewhere."""
-    line = ("-m", tiny_chat, "-t", 1, "-np", 1, "-c", 4096, "--metrics", "--path", page.find())
-    spec = "sparq,rank=8,topk=40,min_ctx=0"
-    with serving(server_dir, tmp_path / "log", *line, "--sparse-attn", spec) as url:
+    line = ("-m", tiny_chat, "-t", 1, "-np", 1, "-c", 4096, "-n", 32, "--metrics")
+    line += ("--path", page.find(), "--sparse-attn", "sparq,rank=8,topk=40,min_ctx=0")
+    with serving(server_dir, tmp_path / "log", *line) as url:
         browser.implicitly_wait(60)
         browser.get(url)
-        wait = selenium.support.ui.WebDriverWait(browser, 60)
+        wait = support.WebDriverWait(browser, 60)
         box = browser.find_element("tag name", "textarea")
         wait.until(lambda _: box.is_displayed())
         box.send_keys("It was a dark night. " * 5 + "\n")
         wait.until(lambda _: "t/s" in browser.find_element("tag name", "body").text)
         assert re.search(r'_calls_total{by="sparse".*} [1-9]', answered(f"{url}/metrics")[1])
+        browser.get("about:blank")
     events = (json.loads(x["message"])["message"] for x in browser.get_log("performance"))
     asked = [e["params"]["request"]["url"] for e in events if e["method"] == REQUEST]
-    assert asked and all(x.startswith((url, "data:", "blob:")) for x in asked)
+    assert asked and not [x for x in asked if x.startswith("http") and not x.startswith(url)]

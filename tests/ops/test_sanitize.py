@@ -23,7 +23,6 @@ SUITES = [
     "test_attn.py",
     "test_quant.py",
     "test_prefill.py",
-    "test_prefill_choice.py",
     "test_threads.py",
     "test_mixed_kinds.py",
 ]
