@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "source": ("llama.cpp's, as it was downloaded", ("sdist",)),
     "bench": ("synthetic models, and what measures", ("bench",)),
     "converter": ("its environment", ("convert",)),
-    "page": ("of serve", ("page",)),
+    "page": ("the web page of `serve`", ("page",)),
     "wheels": ("what `make wheels` has compiled", ("wheels",)),
     "other": ("small files", ("model_hashes.jsonl",)),
     "models": ("from the Python package index", ("models",)),

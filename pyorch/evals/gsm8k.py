@@ -2,7 +2,7 @@
 
 As many worked examples as fill `--ctx` stand before each question, the same for all questions, so
 that they are read once. A reply ends with the number after ####, which must be the right one. Data:
-openai/grade-school-math; the calculator's marks (<<...>>) are left out, as its readers do.
+openai/grade-school-math, without the calculator's marks (<<...>>).
 """
 
 from __future__ import annotations
