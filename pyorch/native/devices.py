@@ -14,6 +14,7 @@ from typing import Any
 from pyorch import children, system
 from pyorch.native import probe
 from pyorch.native.prototypes import declare
+from pyorch.progress import say
 
 _TYPES = (1, 2)  # ggml_backend_dev_type: a GPU with memory of its own, or that of the host
 _LACKING = ("Vulkan", "MTL", "ROCm", "MUSA")  # backends without our kernels
@@ -67,8 +68,10 @@ def of_library(folder: Path) -> list[Device]:
     """Those of a built library, asked by a process of its own: what it takes of a GPU would be
     missing to others, and a driver that is broken must not take ours with it."""
     done = probe.run(children.python("pyorch.native.devices", str(folder)))
-    rows = json.loads(done.stdout) if done.returncode == 0 else []
-    return [Device(**row) for row in rows]
+    if done.returncode:
+        say(f"no GPU is used, since asking for them failed: {children.reason(done)}")
+        return []
+    return [Device(**row) for row in json.loads(done.stdout)]
 
 
 if __name__ == "__main__":
