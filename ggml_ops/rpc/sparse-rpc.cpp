@@ -54,8 +54,9 @@ static void set_option(int socket, int level, int name, int value) {
 #ifdef __linux__
 static constexpr int ARRIVED_MS = 20000; // until what was sent must have arrived
 
-static void wait_for_room(int socket) {
-    pollfd room = { socket, POLLOUT, 0 };
+// false: the worker has closed its side, so it will neither read nor answer
+static bool wait_for_room(int socket) {
+    pollfd room = { socket, POLLOUT | POLLRDHUP, 0 };
     while (poll(&room, 1, ARRIVED_MS/4) == 0) {
         tcp_info info = {};
         socklen_t size = sizeof(info);
@@ -63,6 +64,7 @@ static void wait_for_room(int socket) {
         set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, info.tcpi_unacked == 0 ? 0 : ARRIVED_MS);
     }
     set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, ARRIVED_MS);
+    return room.revents != POLLRDHUP;
 }
 #endif
 
@@ -84,10 +86,9 @@ int64_t ggml_sparse_rpc_send(int socket, const char * data, size_t size) {
 #ifdef __linux__
     while (true) {
         const ssize_t n = send(socket, data, size, MSG_DONTWAIT);
-        if (n >= 0 || (errno != EAGAIN && errno != EINTR)) {
+        if (n >= 0 || (errno != EAGAIN && errno != EINTR) || !wait_for_room(socket)) {
             return n;
         }
-        wait_for_room(socket);
     }
 #else
     return send(socket, data, size, 0);

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -275,36 +275,52 @@ def test_a_vanished_host(demo_model: Path, tmp_path: Path) -> None:
     assert "error: the worker at 127.0.0.1:50099 is gone" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_worker_that_reads_nothing_for_long_is_waited_for() -> None:
-    """As one that computes. After 20 s the system would take it for gone, although it answers."""
-    lib = engine.library().lib._lib
-    lib.ggml_sparse_rpc_send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
-    lib.ggml_sparse_rpc_send.restype = ctypes.c_int64
-    data, got = b"x" * (32 << 20), 0
+@contextmanager
+def connection() -> Iterator[tuple[Callable[[bytes], int], socket.socket]]:
+    """The RPC backend's send() of one end, and the other end."""
+    send = engine.library().lib._lib.ggml_sparse_rpc_send
+    send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
+    send.restype = ctypes.c_int64
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
     with near, far:
-        lib.ggml_sparse_rpc_keep_alive(near.fileno())
+        engine.library().lib._lib.ggml_sparse_rpc_keep_alive(near.fileno())
+        yield lambda data: send(near.fileno(), data, len(data)), far
+
+
+@pytest.mark.slow
+def test_a_worker_that_reads_nothing_for_long_is_waited_for() -> None:
+    """As one that computes. After 20 s the system would take it for gone, although it answers."""
+    data, n_sent, n_read = b"x" * (32 << 20), 0, 0
+    with connection() as (send, far):
 
         def read() -> None:
-            nonlocal got
+            nonlocal n_read
             time.sleep(26)
             with suppress(OSError):  # it was reset
-                while piece := far.recv(1 << 20):
-                    got += len(piece)
+                while n_read < len(data):
+                    n_read += len(far.recv(1 << 20))
 
         reader = threading.Thread(target=read)
         reader.start()
-        n_sent = 0
         while n_sent < len(data):
-            n = lib.ggml_sparse_rpc_send(near.fileno(), data[n_sent:], len(data) - n_sent)
+            n = send(data[n_sent:])
             assert n > 0, f"after {n_sent} bytes"
             n_sent += n
-        near.shutdown(socket.SHUT_WR)
         reader.join()
-    assert got == len(data)
+    assert n_read == len(data)
+
+
+def test_a_worker_that_closed_its_side_is_lost() -> None:
+    """Although its system goes on acknowledging what nobody reads."""
+    with connection() as (send, far):
+        far.shutdown(socket.SHUT_WR)
+        signal.alarm(30)  # a wait that does not end fails
+        while (n := send(b"x" * (1 << 20))) > 0:
+            pass
+        signal.alarm(0)
+        assert n == -1
 
 
 @pytest.mark.parametrize(
