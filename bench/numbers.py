@@ -4,20 +4,21 @@ A mark says where the numbers up to `<!--/-->` come from; each keeps its digits 
 
     <!--n:speed;16384;n_layer=8;1/8;speedup-->2.1<!--/--> times as fast
 
-The first word is a file below results/MACHINE: of records, or a table (.md) that nothing makes any
+One word is a file below results/MACHINE: of records, or a table (.md) that nothing makes any
 more. COLUMN=VALUE, or a VALUE of any column, chooses rows; of several runs the last that has one
 counts. The other words are columns, each a number; `x*` stands for x, x_low and x_high. Methods of
 an evaluation are compared with the first one, or with that of `base=METHOD`.
 
-A mark with bars stands before a table: words for all of it, then for the cells of each column. A
-column `=` or `=COLUMN` holds a word itself, an empty cell that of the row above. A comment in a row
-has more words for that row.
+Bars separate words for all numbers from those of each. In a mark on a line of its own, before a
+table, they are for the cells of each column: in `=` or `=COLUMN` a cell is a word itself, an empty
+one that of the row above. A comment in a row has more words for that row.
 
 What is of an earlier version of the measurement, or of changed code, needs `history:` for `n:`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -27,8 +28,10 @@ from typing import Any
 import click
 import numpy as np
 
+from bench.gpu import kernels, tokens
 from bench.users import prompt_time, serving
 from pyorch import paths
+from pyorch.attention.spec import EXACT
 from pyorch.cli.bench import attention_time, measurement, speed
 from pyorch.errors import SparqError
 from pyorch.evals import series, stats, table, tasks
@@ -55,9 +58,12 @@ def fill(text: str, results: Path = RESULTS) -> tuple[str, list[str], list[str]]
 
     def filled(mark: re.Match[str]) -> str:
         kind, words, inner = mark.groups()
-        line = text.count("\n", 0, mark.start()) + 1
+        before = text[: mark.start()].split("\n")
+        line = len(before)
+        if not before[-1].strip(" >-") and not inner.startswith("\n"):
+            wrong.append(f"{line}: {words}: begins a line, so it hides its text")
         try:
-            inner, old = (_table if "|" in words else _text)(words, inner, results)
+            inner, old = (_table if inner.startswith("\n") else _text)(words, inner, results)
         except SparqError as e:
             wrong.append(f"{line}: {words}: {e.message} ({e.hint})")
             return mark[0]
@@ -70,16 +76,22 @@ def fill(text: str, results: Path = RESULTS) -> tuple[str, list[str], list[str]]
     new, n_marks = MARK.subn(filled, text)
     if n_marks != len(re.findall("<!--(?:n|history):", text)):
         wrong.append("0: a mark does not end, or has spaces")
-    if re.search(r"^[ >-]*<!--(?:n|history):[^|]*?-->", text, re.M):
-        wrong.append("0: a mark begins a line, which hides its text")
     return new, wrong, history
 
 
-def _text(words: str, text: str, results: Path) -> tuple[str, bool]:
-    """The text with the numbers that the words choose, and whether they are old."""
-    numbers, old = _numbers([w for w in words.split(";") if w], results)
-    if len(numbers) != len(NUMBER.findall(text)):
+def _text(words: str, text: str, results: Path, cell: bool = False) -> tuple[str, bool]:
+    """The text with the numbers that the words choose, and whether they are old. In the cell of a
+    table they may be fewer, the first ones."""
+    common, *parts = words.split("|")
+    numbers, old = list[tuple[str, float]](), False
+    for part in parts or [""]:
+        some, is_old = _numbers([w for w in f"{common};{part}".split(";") if w], results)
+        numbers, old = numbers + some, old or is_old
+    left_out = len(numbers) - len(NUMBER.findall(text))
+    if left_out < 0 or (left_out and not cell):
         raise SparqError(f"{len(numbers)} numbers for {text!r}", "a column for each number")
+    if any(math.isnan(x) for _, x in numbers[: len(numbers) - left_out]):
+        raise SparqError("a number is missing", "fewer than six texts have no interval")
     values = iter(numbers)
     return NUMBER.sub(lambda m: _in_form(*next(values), m), text), old
 
@@ -104,7 +116,7 @@ def _table(words: str, text: str, results: Path) -> tuple[str, bool]:
                 row.append(f"{column}={above[i]}".lstrip("=") if column != "=" else above[i])
         for i, (column, cell) in enumerate(zip(columns, cells, strict=False)):
             if column and not column.startswith("=") and NUMBER.search(cell):
-                cells[i], old = _text(";".join([*row, column]), cell, results)
+                cells[i], old = _text(";".join([*row, column]), cell, results, True)
                 olds.add(old)
         lines[n] = "|".join(["", *cells, ""]) if cells else line
     return "\n".join(lines), any(olds)
@@ -119,19 +131,22 @@ def _numbers(words: Sequence[str], results: Path) -> tuple[list[tuple[str, float
     Raises:
         SparqError: no record is it, or several are.
     """
-    name, *words = words
+    name = next((w for w in words if _files(w, results)), words[0])
+    files = _files(name, results)
+    if len(files) != 1:
+        raise SparqError(f"{len(files)} files are {name}", "MACHINE*/NAME names the machine")
     base = next((w for w in words if w.startswith("base=")), "")
-    rows = _rows(_file(name, results), base.partition("=")[2])
+    rows = _rows(files[0], base.partition("=")[2])
     columns = list[str]()
     for word in words:
         column, _, value = word.partition("=")
-        if word == base:
+        if word in (name, base):
             continue
-        if word.rstrip("*") in rows[0]:
-            of = word.rstrip("*")
-            columns += [of, f"{of}_low", f"{of}_high"] if word != of else [of]
-        elif value and column in rows[0]:
-            rows = [r for r in rows if _plain(r[column]) == _plain(value)]
+        if with_column := [r for r in rows if word.rstrip("*") in r]:
+            rows = with_column
+            columns.append(word)
+        elif value and any(column in r for r in rows):
+            rows = [r for r in rows if _plain(r.get(column)) == _plain(value)]
         else:
             rows = [r for r in rows if _plain(word) in map(_plain, r.values())]
         if not rows:
@@ -139,12 +154,17 @@ def _numbers(words: Sequence[str], results: Path) -> tuple[list[tuple[str, float
     last = [r for r in rows if r["run"] == rows[-1]["run"]]
     if len(last) > 1:
         raise SparqError(f"{len(last)} records are that", "more words choose one of them")
-    return [(c, _number(last[0][c])) for c in columns], last[0]["old"]
+    return [x for c in columns for x in _values(last[0], c)], last[0]["old"]
 
 
-def _number(value: Any) -> float:
-    number = NUMBER.match(value) if isinstance(value, str) else None
-    return float(number[0].replace(",", "") if number else value)
+def _values(row: Row, column: str) -> list[tuple[str, float]]:
+    """The column's value; with a star also its low and high, or all numbers of a cell."""
+    name = column.rstrip("*")
+    if isinstance(row[name], str):
+        texts = [m[0].replace(",", "") for m in NUMBER.finditer(row[name])]
+        return [(name, float(x)) for x in (texts if column != name else texts[:1])]
+    names = [name, f"{name}_low", f"{name}_high"] if column != name else [name]
+    return [(x, float(row.get(x, math.nan))) for x in names]
 
 
 def _plain(value: Any) -> str:
@@ -155,26 +175,26 @@ def _plain(value: Any) -> str:
     return f"sparq,ratio={text}" if re.fullmatch(r"1/\d+", text) else NAMES.get(text, text)
 
 
-def _file(name: str, results: Path) -> Path:
-    """The file of that name, of one machine, of which the name may begin with a pattern."""
+@cache
+def _files(name: str, results: Path) -> list[Path]:
+    """The files of that name, which may begin with a pattern for the machine."""
     name = name if name.endswith(".md") else f"{name}.jsonl"
-    files = [*results.glob(f"*/{name}"), *results.glob(f"*{name}")]
-    if len(files) != 1:
-        raise SparqError(f"{len(files)} files are {name}", "MACHINE*/NAME names the machine")
-    return files[0]
+    return [*results.glob(f"*/{name}"), *results.glob(f"*{name}")]
 
 
 @cache
 def _rows(file: Path, base: str) -> list[Row]:
     """All rows of a file, with `run` and `old`."""
     if file.suffix == ".md":
-        return [r | {"run": 0, "old": True} for r in _rows_of_text(file.read_text("utf-8"))]
+        return list(_rows_of_text(file.read_text("utf-8")))
     recs = records.load_all(file)
     if "task" in recs[0]["case"]:
         return list(_evaluated(file, base))
+    runs = [list(run.values()) for run in records.by_run(recs)]
+    if recs[0]["bench"].startswith("gpu"):
+        runs = [recs]  # their rows find by themselves what was measured in turns
     out = []
-    for i, run in enumerate(records.by_run(recs)):
-        some = list(run.values())
+    for i, some in enumerate(runs):
         old = any(records.is_old(r) or r["env"]["dirty"] for r in some)
         cases = [r["case"] for r in some]
         same = {k: v for k, v in cases[0].items() if all(c.get(k) == v for c in cases)}
@@ -186,15 +206,15 @@ def _rows(file: Path, base: str) -> list[Row]:
 
 def _rows_of_text(text: str) -> Iterator[Row]:
     """The rows of all tables of a document, by the first words of their heads."""
-    head: list[str] = []
+    n, head = 0, list[str]()
     for line in text.splitlines():
-        cells = [x.strip() for x in line.split("|")[1:-1]]
+        cells = line.split("|")[1:-1]
         if not cells:
             head = []
         elif not head:
-            head = [re.split("[,(]", x)[0].strip().replace(" ", "_") for x in cells]
-        elif not cells[0].startswith("---"):
-            yield dict(zip(head, cells, strict=True))
+            n, head = n + 1, [_plain(re.split("[,(]", x)[0]) for x in cells]
+        elif "---" not in cells[0]:
+            yield dict(zip(head, cells, strict=True)) | {"table": n, "run": 0, "old": True}
 
 
 def _evaluated(file: Path, base: str) -> Iterator[Row]:
@@ -205,7 +225,11 @@ def _evaluated(file: Path, base: str) -> Iterator[Row]:
         group = [*first, *(s for s in group if s not in first)]
         for s, r in zip(group, table.rows(group), strict=True):
             of = 100 if tasks()[r.task].percent else 1
-            row = table.flat(r) | {"share": 100 * r.share_of_dense}
+            row = table.flat(r) | {
+                "share": 100 * r.share_of_dense,
+                "ratio": table.ratio_of(r.method),
+            }
+            row["line"] = r.method.line(("ratio", *EXACT))
             row |= {k: of * v for k, v in row.items() if k.startswith(("score", "difference"))}
             if first and first[0].scores.all() and s.scores.all():
                 one, other = first[0].common(s)
@@ -222,6 +246,7 @@ def _tokens(recs: Sequence[Record]) -> list[Row]:
         r
         | {
             "attention": speed.label(r),
+            "like": r["model_type"].split(" ")[0],
             "ms": r["median_ns"] / 1e6,
             "stock_ms": r["median_ns"] * r["speedup"] / 1e6,
             "rate": 1e9 / r["median_ns"],
@@ -229,16 +254,26 @@ def _tokens(recs: Sequence[Record]) -> list[Row]:
             "rate_high": 1e9 / r["p10_ns"],
             "sparsity": r["speedup"] / exact[0] if exact else np.nan,
             "share": 100 * r["roofline_share"],
+            "chunk_s": r["median_ns"] / 1e9,
         }
         for r in rows
     ]
 
 
+def _attention(recs: Sequence[Record]) -> list[Row]:
+    return [
+        r | {"attention": attention_time.label(r), "share": 100 * r["roofline"]}
+        for r in attention_time.rows(recs)
+    ]
+
+
 READERS: dict[str, Callable[[Sequence[Record]], Sequence[Row]]] = {
     "speed": _tokens,
-    "attention": attention_time.rows,
+    "attention": _attention,
     "prompt_time": prompt_time.rows,
     "serving": serving.rows,
+    "gpu_attention": kernels.rows,
+    "gpu_tokens": tokens.rows,
 }
 
 

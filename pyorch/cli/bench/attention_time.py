@@ -233,7 +233,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
     return out
 
 
-def _label(r: Row) -> str:
+def label(r: Row) -> str:
     return f"stock -fa {int(r['flash_attn'])}" if r["library"] == "stock" else str(r["spec"])
 
 
@@ -251,7 +251,7 @@ _COLUMNS: dict[str, Column] = {
     "K, V": types_of,
     "threads": lambda r: r["n_threads"],
     "positions": lambda r: r["n_depth"],
-    "attention": lambda r: f"`{_label(r)}`",
+    "attention": lambda r: f"`{label(r)}`",
     "ms per token (p10-p90)": lambda r: (
         f"{r['attention_ms']:.2f} ({r['attention_p10_ms']:.2f}-{r['attention_p90_ms']:.2f})"
     ),
