@@ -11,7 +11,8 @@ an evaluation are compared with the first one, or with that of `base=METHOD`.
 
 Bars separate words for all numbers from those of each. In a mark on a line of its own, before a
 table, they are for the cells of each column: in `=` or `=COLUMN` a cell is a word itself, an empty
-one that of the row above. A comment in a row has more words for that row.
+one that of the row above. A comment in a row has more words for it, and for those below it whose
+first cell is empty.
 
 What is of an earlier version of the measurement, or of changed code, needs `history:` for `n:`.
 """
@@ -106,10 +107,11 @@ def _in_form(column: str, value: float, form: re.Match[str]) -> str:
 
 def _table(words: str, text: str, results: Path) -> tuple[str, bool]:
     common, *columns = words.split("|")
-    lines, above, olds = text.split("\n"), dict[int, str](), set[bool]()
+    lines, above, olds, notes = text.split("\n"), dict[int, str](), set[bool](), list[str]()
     for n, line in enumerate(lines[3:], 3):  # after the mark's own line, the head and the dashes
         cells = line.split("|")[1:-1]
-        row = [common, *NOTE.findall(line)]
+        notes = NOTE.findall(line) or (notes if cells and not cells[0].strip() else [])
+        row = [common, *notes]
         for i, (column, cell) in enumerate(zip(columns, cells, strict=False)):
             if column.startswith("="):
                 above[i] = _plain(NOTE.sub("", cell)) or above[i]
@@ -272,7 +274,7 @@ READERS: dict[str, Callable[[Sequence[Record]], Sequence[Row]]] = {
     "attention": _attention,
     "prompt_time": prompt_time.rows,
     "serving": serving.rows,
-    "gpu_attention": kernels.rows,
+    "gpu_attention": lambda recs: [r | {"us": 1e3 * r["layer_ms"]} for r in kernels.rows(recs)],
     "gpu_tokens": tokens.rows,
 }
 
