@@ -392,12 +392,5 @@ FIGURE = plot.Figure(
     draw=draw,
 )
 
-MEASUREMENT = Measurement(
-    name="gpu_attention",
-    about="Attention by itself on a CUDA device.",
-    options=KernelOptions,
-    case=KernelCase,
-    groups=groups,
-    measure=measure,
-    table=table,
-)
+
+MEASUREMENT = Measurement("gpu_attention", KernelOptions, KernelCase, groups, measure, table)

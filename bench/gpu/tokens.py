@@ -238,12 +238,5 @@ FIGURE = plot.Figure(
     draw=draw,
 )
 
-MEASUREMENT = Measurement(
-    name="gpu_tokens",
-    about="Tokens on a CUDA device, ours beside llama.cpp's attention in turns.",
-    options=TokenOptions,
-    case=TokenCase,
-    groups=groups,
-    measure=measure,
-    table=table,
-)
+
+MEASUREMENT = Measurement("gpu_tokens", TokenOptions, TokenCase, groups, measure, table)

@@ -27,10 +27,9 @@ from pyorch.cli.bench.comparison import (
     CompareOptions,
     about,
     best_of_stock,
-    printer,
     types_of,
 )
-from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing, same
+from pyorch.cli.bench.measurement import BOTH, Column, Done, Measurement, Row, differing, same
 from pyorch.engine.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 from pyorch.measure import records
@@ -270,13 +269,5 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="attention",
-    about="Attention by itself, stock llama.cpp's and ours in turns.",
-    options=CompareOptions,
-    case=AttentionCase,
-    groups=groups,
-    measure=measure,
-    table=markdown,
-    libraries=("stock", "sparq"),
-    show=printer(markdown, rows),
+    "attention", CompareOptions, AttentionCase, groups, measure, markdown, BOTH, rows
 )
