@@ -54,7 +54,7 @@ def documents() -> list[Path]:
 
 def fill(text: str, results: Path = RESULTS) -> tuple[str, list[str], list[str]]:
     """The text with the numbers of the records, what is wrong with marks, and which are history."""
-    wrong, history = [], []
+    wrong, history = list[str](), list[str]()
 
     def filled(mark: re.Match[str]) -> str:
         kind, words, inner = mark.groups()
