@@ -82,6 +82,6 @@ def _q6_k(rng: np.random.Generator, std: float) -> np.ndarray:
 
 
 BLOCKS: dict[str, Callable[[np.random.Generator, float], np.ndarray]] = {
-    kind: partial(_quantized, kind.upper()) for kind in ("f16", "q8_0", "q4_0")
+    kind: partial(_quantized, kind.upper()) for kind in ("f32", "f16", "q8_0", "q4_0", "mxfp4")
 }
 BLOCKS |= {"q4_K": _q4_k, "q6_K": _q6_k}
