@@ -204,11 +204,11 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def about_state(series: Sequence[Series], lines: Sequence[Row]) -> str:
-    """What an interrupted or running evaluation lacks, and whether an earlier version made it."""
+    """What an interrupted or running evaluation lacks, and which code made it."""
     lacking = [f"{label(r.method)} {r.missing} of {r.n + r.missing}" for r in lines if r.missing]
     text = f" **Incomplete**, examples missing: {', '.join(lacking)}." if lacking else ""
-    old = any(s.old for s in series)
-    return text + old * " Measured by an earlier version of the evaluation."
+    text += any(s.old for s in series) * " Measured by an earlier version of the evaluation."
+    return text + any(s.env["dirty"] for s in series) * " Of code with changes after its commit."
 
 
 # ---- one table of all tasks, like SparQ's Table 2 ----
