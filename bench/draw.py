@@ -18,8 +18,6 @@ FIGURES = {
     "gpu_end_to_end": "bench.gpu.tokens:FIGURE",
     "gpu_attention": "bench.gpu.kernels:FIGURE",
     "time_in_attention": "bench.papers.time_in_attention:FIGURE",
-    "ablations": "bench.papers.ablations:FIGURE",
-    "repetition": "bench.papers.repetition:FIGURE",
     "topk_tasks": "bench.papers.topk:SCORES",
     "topk_needle": "bench.papers.topk:NEEDLES",
 }

@@ -53,25 +53,22 @@ def documents() -> list[Path]:
 
 
 def fill(text: str, results: Path = RESULTS) -> tuple[str, list[str], list[str]]:
-    """The text with the numbers of the records, the marks that are wrong and why, and those that
-    are history."""
-    wrong, history = [], []
+    """The text with the numbers of the records, what is wrong with marks, and which are history."""
+    wrong, history = list[str](), list[str]()
 
     def filled(mark: re.Match[str]) -> str:
         kind, words, inner = mark.groups()
-        before = text[: mark.start()].split("\n")
-        line = len(before)
-        if not before[-1].strip(" >-") and not inner.startswith("\n"):
-            wrong.append(f"{line}: {words}: begins a line, so it hides its text")
+        before, of_table = text[: mark.start()].split("\n"), inner.startswith("\n")
+        at = f"{len(before)}: {words}"
+        if not before[-1].strip(" >-") and not of_table:
+            wrong.append(f"{at}: begins a line, which hides its text")
         try:
-            inner, old = (_table if inner.startswith("\n") else _text)(words, inner, results)
+            inner, old = (_table if of_table else _text)(words, inner, results)
         except SparqError as e:
-            wrong.append(f"{line}: {words}: {e.message} ({e.hint})")
+            wrong.append(f"{at}: {e.message} ({e.hint})")
             return mark[0]
         if old:
-            history.append(f"{line}: {words}")
-            if kind == "n":
-                wrong.append(f"{line}: {words}: of an earlier version, or of changed code")
+            (wrong if kind == "n" else history).append(f"{at}: of an old version or changed code")
         return f"<!--{kind if old else 'n'}:{words}-->{inner}<!--/-->"
 
     new, n_marks = MARK.subn(filled, text)
@@ -84,17 +81,15 @@ def _text(words: str, text: str, results: Path, cell: bool = False) -> tuple[str
     """The text with the numbers that the words choose, and whether they are old. In the cell of a
     table they may be fewer, the first ones."""
     common, *parts = words.split("|")
-    numbers, old = list[tuple[str, float]](), False
-    for part in parts or [""]:
-        some, is_old = _numbers([w for w in f"{common};{part}".split(";") if w], results)
-        numbers, old = numbers + some, old or is_old
-    left_out = len(numbers) - len(NUMBER.findall(text))
-    if left_out < 0 or (left_out and not cell):
+    chosen = [_numbers(f"{common};{part}".split(";"), results) for part in parts or [""]]
+    numbers = [x for some, _ in chosen for x in some]
+    n = len(NUMBER.findall(text))
+    if n > len(numbers) or (n < len(numbers) and not cell):
         raise SparqError(f"{len(numbers)} numbers for {text!r}", "a column for each number")
-    if any(math.isnan(x) for _, x in numbers[: len(numbers) - left_out]):
+    if any(math.isnan(x) for _, x in numbers[:n]):
         raise SparqError("a number is missing", "fewer than six texts have no interval")
     values = iter(numbers)
-    return NUMBER.sub(lambda m: _in_form(*next(values), m), text), old
+    return NUMBER.sub(lambda m: _in_form(*next(values), m), text), any(old for _, old in chosen)
 
 
 def _in_form(column: str, value: float, form: re.Match[str]) -> str:
@@ -107,7 +102,7 @@ def _in_form(column: str, value: float, form: re.Match[str]) -> str:
 
 def _table(words: str, text: str, results: Path) -> tuple[str, bool]:
     common, *columns = words.split("|")
-    lines, above, olds, notes = text.split("\n"), dict[int, str](), set[bool](), list[str]()
+    lines, above, notes, any_old = text.split("\n"), dict[int, str](), list[str](), False
     for n, line in enumerate(lines[3:], 3):  # after the mark's own line, the head and the dashes
         cells = line.split("|")[1:-1]
         notes = NOTE.findall(line) or (notes if cells and not cells[0].strip() else [])
@@ -115,13 +110,13 @@ def _table(words: str, text: str, results: Path) -> tuple[str, bool]:
         for i, (column, cell) in enumerate(zip(columns, cells, strict=False)):
             if column.startswith("="):
                 above[i] = _plain(NOTE.sub("", cell)) or above[i]
-                row.append(f"{column}={above[i]}".lstrip("=") if column != "=" else above[i])
+                row.append(f"{column[1:]}={above[i]}".removeprefix("="))
         for i, (column, cell) in enumerate(zip(columns, cells, strict=False)):
             if column and not column.startswith("=") and NUMBER.search(cell):
                 cells[i], old = _text(";".join([*row, column]), cell, results, True)
-                olds.add(old)
+                any_old |= old
         lines[n] = "|".join(["", *cells, ""]) if cells else line
-    return "\n".join(lines), any(olds)
+    return "\n".join(lines), any_old
 
 
 # ---- rows of the records ----
@@ -133,9 +128,9 @@ def _numbers(words: Sequence[str], results: Path) -> tuple[list[tuple[str, float
     Raises:
         SparqError: no record is it, or several are.
     """
+    words = list(filter(None, words))
     name = next((w for w in words if _files(w, results)), words[0])
-    files = _files(name, results)
-    if len(files) != 1:
+    if len(files := _files(name, results)) != 1:
         raise SparqError(f"{len(files)} files are {name}", "MACHINE*/NAME names the machine")
     base = next((w for w in words if w.startswith("base=")), "")
     rows = _rows(files[0], base.partition("=")[2])
@@ -161,18 +156,17 @@ def _numbers(words: Sequence[str], results: Path) -> tuple[list[tuple[str, float
 
 def _values(row: Row, column: str) -> list[tuple[str, float]]:
     """The column's value; with a star also its low and high, or all numbers of a cell."""
-    name = column.rstrip("*")
+    name, star = column.rstrip("*"), column.endswith("*")
     if isinstance(row[name], str):
-        texts = [m[0].replace(",", "") for m in NUMBER.finditer(row[name])]
-        return [(name, float(x)) for x in (texts if column != name else texts[:1])]
-    names = [name, f"{name}_low", f"{name}_high"] if column != name else [name]
+        figures = [float(m[0].replace(",", "")) for m in NUMBER.finditer(row[name])]
+        return [(name, x) for x in figures[: None if star else 1]]
+    names = [name, f"{name}_low", f"{name}_high"] if star else [name]
     return [(x, float(row.get(x, math.nan))) for x in names]
 
 
 def _plain(value: Any) -> str:
     """The word for a value or the text of a cell."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     text = re.sub(r"(?<=\d),(?=\d{3})", "", str(value)).replace("`", "").strip().replace(" ", "_")
     return f"sparq,ratio={text}" if re.fullmatch(r"1/\d+", text) else NAMES.get(text, text)
 

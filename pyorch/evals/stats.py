@@ -11,7 +11,7 @@ NaN, and tables say so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -56,14 +56,11 @@ def student(value: float, without: np.ndarray) -> tuple[float, float]:
 
     Args:
         value: the statistic of all groups.
-        without: (n,) the statistic with each group left out in turn. If one is infinite, such as
-            the bytes for a level that is then never reached, the interval has no end.
+        without: (n,) the statistic with each group left out in turn.
     """
     n = len(without)
     if n < FEWEST:
         return NONE
-    if np.isinf(without).any():
-        return math.nan, math.inf
     half = quantile(n) * _error(without)
     return value - half, value + half
 
@@ -71,20 +68,6 @@ def student(value: float, without: np.ndarray) -> tuple[float, float]:
 def _error(without: np.ndarray) -> float:
     n = len(without)
     return math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
-
-
-def jackknife(
-    statistic: Callable[[np.ndarray], float], n: int, groups: Sequence[int] | None = None
-) -> tuple[float, float, float]:
-    """A statistic of n contexts and its interval.
-
-    Args:
-        statistic: of the contexts whose numbers it is given.
-        groups: (n,) the numbers of their texts.
-    """
-    texts, value = np.arange(n) if groups is None else np.array(groups), statistic(np.arange(n))
-    without = [statistic(np.flatnonzero(texts != text)) for text in np.unique(texts)]
-    return (value, *student(value, np.array(without)))
 
 
 def mean(samples: np.ndarray, groups: Sequence[int] | None = None) -> tuple[float, float]:

@@ -102,21 +102,6 @@ def test_right_answers_to_all_questions_about_a_text_count_once() -> None:
     assert all_right[0] < stats.interval(np.ones(10), True)[0] + 0.01
 
 
-def test_a_statistic_that_one_text_makes_infinite_has_no_upper_bound() -> None:
-    values = np.array([3.0, 1, 1, 1, 1, 1, 1, 1])
-
-    def time_to_reach(i: np.ndarray) -> float:
-        return 1.0 if values[i].sum() > 8 else np.inf
-
-    assert stats.jackknife(time_to_reach, 8)[0] == 1
-    assert stats.jackknife(time_to_reach, 8)[2] == np.inf
-    ratio = stats.jackknife(lambda i: float(values[i].mean() / 2), 8)
-    assert ratio == pytest.approx((values.mean() / 2, *stats.mean(values / 2)))
-    twice = np.repeat(values, 2)
-    same = stats.jackknife(lambda i: float(twice[i].mean() / 2), 16, [i // 2 for i in range(16)])
-    assert same == pytest.approx(ratio)
-
-
 def test_standard_error() -> None:
     scores = np.array([1.0, 2.0, 3.0, 4.0])
     assert stats.standard_error(scores) == pytest.approx(np.sqrt(5 / 3) / 2)
