@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu test-vulkan bench-gpu gpu-all wheels wheel-cuda figures fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu test-vulkan bench-gpu gpu-all wheels wheel-cuda figures numbers fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
@@ -87,6 +87,9 @@ figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'
 	$(RUN)/python -m bench draw
 	$(RUN)/sparq-cpp eval plot bench/results/amd-epyc-2-cores/eval repetition needle fidelity --out bench/figures
+
+numbers: $(STAMP)       ## fill the marked numbers of README.md and docs/ from the committed records, and print which are history
+	$(RUN)/python -m bench numbers
 
 test-lowest:            ## the quick tests with the lowest versions that pyproject.toml declares; PYTHON=python3.11 or 3.10
 	$(PYTHON) -m venv $(LOWEST)

@@ -20,6 +20,7 @@ MEASUREMENTS = {
 OTHERS = {
     "ablations": "bench.papers.ablations:command",
     "draw": "bench.draw:command",
+    "numbers": "bench.numbers:command",
 }
 
 

@@ -210,12 +210,4 @@ def table(recs: Sequence[Record]) -> str:
     return markdown(head, rows, left=("model", "K, V", "attention"))
 
 
-MEASUREMENT = Measurement(
-    name="gpu_in_memory",
-    about="Tokens with the weights on a CUDA device and K and V in memory, beside llama.cpp's.",
-    options=MemoryOptions,
-    case=MemoryCase,
-    groups=groups,
-    measure=measure,
-    table=table,
-)
+MEASUREMENT = Measurement("gpu_in_memory", MemoryOptions, MemoryCase, groups, measure, table)

@@ -24,7 +24,14 @@ import numpy as np
 from bench import plot
 from pyorch import engine
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.cli.bench.measurement import Done, Measurement, number_option, same, specs_option
+from pyorch.cli.bench.measurement import (
+    Column,
+    Done,
+    Measurement,
+    number_option,
+    same,
+    specs_option,
+)
 from pyorch.cli.groups import option, several
 from pyorch.cli.types import LAYERS, Numbers
 from pyorch.errors import SparqError
@@ -33,7 +40,7 @@ from pyorch.measure.records import Record, Result, optional
 from pyorch.measure.room import Synthetic
 from pyorch.measure.turns import OFF
 from pyorch.models import synth
-from pyorch.table import markdown, number
+from pyorch.table import columns, number
 
 FILE = "gpu_tokens.jsonl"
 NEEDS = "python -m bench gpu_tokens"
@@ -155,46 +162,53 @@ def _in_turns(recs: Sequence[Record]) -> list[tuple[list[Record], float]]:
     return [*zip(runs.values(), dense, strict=True)]
 
 
-def table(recs: Sequence[Record]) -> str:
-    rows = []
+def rows(recs: Sequence[Record]) -> list[plot.Row]:
+    """A row for each record; `speedup` is over the `off` of its turns."""
+    out = []
     for some, dense in _in_turns(recs):
         for rec in some:
-            case = records.read_case(TokenCase, rec)
-            ms, low, high = (x / 1e6 for x in records.spread(rec["samples_ns"]))
-            row = [f"{case.like} {case.quant}", case.n_layer, case.n_depth, f"`{case.spec}`"]
-            row += [f"{ms:.3f} ({low:.3f}-{high:.3f})", number(dense / 1e6 / ms, "{:.2f}x")]
-            rows.append(row)
-    head = ["model", "layers", "positions", "attention", "ms per token (p10-p90)", "of `off`"]
-    return markdown(head, rows, left=("model", "attention"))
+            case, (ns, low, high) = rec["case"], records.spread(rec["samples_ns"])
+            spec = parse_spec(case["spec"])
+            out.append(
+                {
+                    "device": rec["env"]["machine"].get("gpu", ""),
+                    "positions": case["n_depth"],
+                    "attention": "dense" if spec == OFF else plot.name_of(spec),
+                    **{x: case[x] for x in ("like", "quant", "spec", "n_layer")},
+                    "token_ms": ns / 1e6,
+                    "token_ms_low": low / 1e6,
+                    "token_ms_high": high / 1e6,
+                    "speedup": dense / ns,
+                    "speedup_low": dense / high,
+                    "speedup_high": dense / low,
+                }
+            )
+    return out
+
+
+def table(recs: Sequence[Record]) -> str:
+    shown: dict[str, Column] = {
+        "model": lambda r: f"{r['like']} {r['quant']}",
+        "layers": lambda r: r["n_layer"],
+        "positions": lambda r: r["positions"],
+        "attention": lambda r: f"`{r['spec']}`",
+        "ms per token (p10-p90)": lambda r: (
+            f"{r['token_ms']:.3f} ({r['token_ms_low']:.3f}-{r['token_ms_high']:.3f})"
+        ),
+        "of `off`": lambda r: number(r["speedup"], "{:.2f}x"),
+    }
+    return columns(shown, rows(recs), left=("model", "attention"))
 
 
 def data(folder: Path) -> list[plot.Row]:
     """A row for each length and attention of all of Llama-2-7B in f16, the last that were measured
     in turns with `off`."""
     shape = {"like": "llama2-7b", "quant": "f16", "n_layer": synth.shape_like("llama2-7b").n_layer}
-    last: dict[tuple[int, str], tuple[Record, float]] = {}
-    for some, dense in _in_turns(records.load_all(folder / FILE)):
-        for rec in some:
-            if rec["case"].items() >= shape.items() and not math.isnan(dense):
-                last[rec["case"]["n_depth"], rec["case"]["spec"]] = rec, dense
+    of_shape = [r for r in rows(records.load_all(folder / FILE)) if r.items() >= shape.items()]
+    last = {(r["positions"], r["spec"]): r for r in of_shape if not math.isnan(r["speedup"])}
     plot.need([*last], "decoded tokens of llama2-7b f16 on a GPU", NEEDS)
-    rows = []
-    for (depth, line), (rec, dense) in sorted(last.items()):
-        ns, low, high = records.spread(rec["samples_ns"])
-        spec = parse_spec(line)
-        rows.append(
-            {
-                "device": rec["env"]["machine"].get("gpu", ""),
-                "positions": depth,
-                "attention": "dense" if spec == OFF else plot.name_of(spec),
-                "n_layer": rec["case"]["n_layer"],
-                "token_ms": ns / 1e6,
-                "speedup": dense / ns,
-                "speedup_low": dense / high,
-                "speedup_high": dense / low,
-            }
-        )
-    return rows
+    hidden = {"like", "quant", "spec", "token_ms_low", "token_ms_high"}
+    return [{k: x for k, x in r.items() if k not in hidden} for _, r in sorted(last.items())]
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
@@ -224,12 +238,5 @@ FIGURE = plot.Figure(
     draw=draw,
 )
 
-MEASUREMENT = Measurement(
-    name="gpu_tokens",
-    about="Tokens on a CUDA device, ours beside llama.cpp's attention in turns.",
-    options=TokenOptions,
-    case=TokenCase,
-    groups=groups,
-    measure=measure,
-    table=table,
-)
+
+MEASUREMENT = Measurement("gpu_tokens", TokenOptions, TokenCase, groups, measure, table)

@@ -240,12 +240,4 @@ FIGURE = plot.Figure(
 )
 
 
-MEASUREMENT = Measurement(
-    name="prompt_time",
-    about="Time of the prompt: 512 tokens at each depth, llama.cpp's attention and ours in turns.",
-    options=PromptOptions,
-    case=PromptCase,
-    groups=groups,
-    measure=measure,
-    table=table,
-)
+MEASUREMENT = Measurement("prompt_time", PromptOptions, PromptCase, groups, measure, table)

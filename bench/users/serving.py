@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.users import llama_server
 from bench.users.llama_server import Server, ServerCase, ServerOptions, Times
-from pyorch.cli.bench.measurement import Done, Measurement, Row, model_name, same, tables
+from pyorch.cli.bench.measurement import BOTH, Done, Measurement, Row, model_name, same, tables
 from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.measure.records import Record, Result
@@ -135,13 +135,4 @@ def table(recs: Sequence[Record]) -> str:
     return f"{about}\n\n{markdown(head, body)}"
 
 
-MEASUREMENT = Measurement(
-    name="serving",
-    about="Speed of a server: all slots reply at once, llama.cpp's attention and ours in turns.",
-    options=ServerOptions,
-    case=ServerCase,
-    groups=groups,
-    measure=measure,
-    table=table,
-    libraries=("stock", "sparq"),
-)
+MEASUREMENT = Measurement("serving", ServerOptions, ServerCase, groups, measure, table, BOTH)

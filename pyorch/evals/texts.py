@@ -70,42 +70,5 @@ def haystack(
 
 
 # RULER draws keys from a package's list of 3,000 adjectives and 6,800 nouns
-_ADJECTIVES = """
-able aged amber ample arid azure bald bitter blank bleak blunt bold brave brief bright brisk
-brittle broad bronze calm candid careful cheap chief civil clean clever cold coral cosmic crisp
-cruel curly damp daring dark dear deep dense dim distant dizzy drab dry dull dusty eager early
-easy elder empty equal even exact faint fair fancy fast feral fierce final firm flat fluffy foggy
-fond formal frail frank fresh frosty full funny gentle giant glad gloomy golden grand grave gray
-great green grim gross handy happy harsh hasty heavy hidden high hollow honest huge humble hungry
-icy idle inner ivory jolly keen kind lame large late lazy lean level light limp little lively
-local lone loud loyal lucky lush mad major mellow merry mild minor misty modern moist mute narrow
-neat noble noisy novel oblong odd olive orange oval pale patient plain polite prime proud pure
-quaint quick quiet rapid rare raw ready regal rich rigid ripe rough round royal rude rustic sad
-safe scarlet sharp shiny short shy silent silver simple sleepy slim slow small smooth sober soft
-solid sour spare stale steady steep stern stiff strange strict strong sturdy sudden sunny super
-sweet swift tall tame tender thick thin tidy tiny tired tough true twin ugly upper urban vague
-vast vivid warm wary weak weary wet wide wild wise witty wooden worthy young zany
-"""
-_NOUNS = """
-acorn actor alley anchor ankle apple apron arch arrow atlas attic badge baker banjo barn barrel
-basin basket beach beacon beard beaver bell bench berry bicycle blanket boat bonnet bottle bowl
-branch bread brick bridge broom brush bucket buffalo bugle button cabin cable camel candle canoe
-canyon carpet castle cave cellar chain chair chalk cherry chest chimney circle citrus clock cloud
-coast coat coffee coin collar comet compass copper corner cotton cousin cradle crane creek cricket
-crown crystal curtain cushion daisy dancer desk diary dinner doctor donkey door dragon drawer drum
-eagle easel elbow engine falcon farmer feather fence ferry field finger flag flame flower flute
-forest fountain fox frame garden gate ghost glacier glove goose grape gravel guitar hammer harbor
-harp hat hawk hedge helmet hill hinge honey hook horse hotel hunter island ivy jacket jar jewel
-judge jungle kettle key kitchen kite knife ladder lake lamp lantern lawyer leaf lemon letter
-library lion lizard locket magnet mango map marble market mask meadow melon mirror moon motor
-mountain museum napkin nephew nest needle north notebook ocean onion orchard otter oven owl oyster
-paddle page palace panda paper parrot pasture peach pearl pebble pencil pepper piano pigeon pillow
-pilot pine pirate planet plate plum pocket poet pond potato prairie prince puddle puppet quarry
-queen quilt rabbit radio raft rail rain raven ribbon rice river road robin rocket roof rope rose
-saddle sailor salad salmon sand scarf school seed shadow sheep shelf ship shoe shovel sister
-sketch sled snail soldier song spider spoon spring squash stable star statue stone store storm
-stove street sugar swan table tailor teacher temple tent thread throne thumb tiger tile toast
-tower train tree trumpet tulip tunnel turtle uncle valley vase velvet village violin wagon wall
-walnut water weaver whale wheel whistle willow window winter wolf wrist yard zebra
-"""
-ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
+_WORDS = (Path(__file__).parent / "words.txt").read_text("utf-8").split("\n\n")
+ADJECTIVES, NOUNS = (some.split() for some in _WORDS)

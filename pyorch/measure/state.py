@@ -4,7 +4,8 @@ llama.cpp restores a sequence from a blob of bytes (`llama_state_seq_set_data`).
 blob of one real token, learn the layout from that, and make a blob of the same layout with S
 positions of random K and V. llama.cpp checks types, row sizes and lengths when it reads it.
 
-    blob      magic u32, sequence i32, streams u32 (1), cells u32
+    blob      magic u32, sequence i32; the cache; one of layers with windows, if any
+    cache     streams u32 (1), cells u32, the cells, K, V
     cell      position i32, number of sequences u32 (1), sequence i32
     K, V      transposed V u32, layers u32; per layer of K: type i32, row bytes u64, rows;
               then per layer of V the same, or if transposed: type i32, element bytes u32,
@@ -40,13 +41,21 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The layout of a blob by layer, as learned from the blob of one token."""
+class Cache:
+    """The parts of a cache by layer, as learned from the blob of one token."""
 
-    magic: int
     transposed_v: bool
     k: tuple[Part, ...]
     v: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a blob. All caches but the first keep the last `window` positions."""
+
+    magic: int
+    caches: tuple[Cache, ...]
+    window: int
 
 
 def layout(session: engine.Session) -> Layout:
@@ -64,9 +73,9 @@ def layout(session: engine.Session) -> Layout:
         at += struct.calcsize("<" + fmt)
         return int(value)
 
-    try:
-        magic, _, n_stream, n_cell = take("I"), take("i"), take("I"), take("I")
-        _expect("streams and cells", (n_stream, n_cell), (1, 1))
+    def cache() -> Cache:
+        nonlocal at
+        _expect("streams and cells", (take("I"), take("I")), (1, 1))
         _expect("position, sequences, sequence", (take("i"), take("I"), take("i")), (0, 1, 0))
         transposed, n_layer = bool(take("I")), take("I")
         parts: list[Part] = []
@@ -84,10 +93,16 @@ def layout(session: engine.Session) -> Layout:
                 width = take("Q") // kind.block_bytes * kind.per_block
             parts.append(Part(kind, width))
             at += parts[-1].row_bytes
+        return Cache(transposed, tuple(parts[:n_layer]), tuple(parts[n_layer:]))
+
+    window = int(session.lib.llama_model_n_swa(session.model.handle))
+    try:
+        magic, _ = take("I"), take("i")
+        caches = tuple(cache() for _ in range(2 if window else 1))
     except struct.error:
         raise SparqError("the state of the cache ends early: its layout is unknown") from None
     _expect("bytes of the state", len(blob), at)
-    return Layout(magic, transposed, tuple(parts[:n_layer]), tuple(parts[n_layer:]))
+    return Layout(magic, caches, window)
 
 
 def _expect(what: str, value: object, expected: object) -> None:
@@ -103,31 +118,38 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
 
     The same seed gives the same K and V whether or not V is transposed.
     """
-    pools = {kind: _pool(kind, seed) for kind in {p.type for p in form.k + form.v}}
-    n_layer = len(form.k)
-    cells = np.zeros(n_pos, np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")]))
-    cells["pos"], cells["n_seq"] = np.arange(n_pos), 1
-    head = struct.pack("<IiII", form.magic, 0, 1, n_pos) + cells.tobytes()
-    head += struct.pack("<II", form.transposed_v, n_layer)
+    counts = [min(n_pos, form.window) if i else n_pos for i in range(len(form.caches))]
+    caches = list(zip(form.caches, counts, strict=True))
+    pools = {kind: _pool(kind, seed) for c in form.caches for kind in {p.type for p in c.k + c.v}}
     row_head, column_head = struct.Struct("<iQ"), struct.Struct("<iII")
-    v_head = column_head if form.transposed_v else row_head
-    size = len(head) + n_layer * (row_head.size + v_head.size)
-    size += n_pos * sum(p.row_bytes for p in form.k + form.v)
+    size, at = 8, 0
+    for c, n in caches:
+        v_head = column_head if c.transposed_v else row_head
+        size += 16 + 12 * n + len(c.k) * (row_head.size + v_head.size)
+        size += n * sum(p.row_bytes for p in c.k + c.v)
     out = np.empty(size, np.uint8)
-    out[: len(head)] = np.frombuffer(head, np.uint8)
-    at = len(head)
 
-    for i, part in enumerate(form.k + form.v):
-        pool = pools[part.type]
-        transposed = i >= n_layer and form.transposed_v
-        mark = row_head.pack(part.type.number, part.row_bytes)
-        if transposed:
-            mark = column_head.pack(part.type.number, pool.shape[1], part.width)
-        out[at : at + len(mark)] = np.frombuffer(mark, np.uint8)
-        at += len(mark)
-        n = n_pos * part.row_bytes
-        _fill(out[at : at + n], pool, i * 7_919_123, n_pos, part.row_bytes, transposed)
-        at += n
+    def put(data: bytes) -> None:
+        nonlocal at
+        out[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        at += len(data)
+
+    put(struct.pack("<Ii", form.magic, 0))
+    for c, n in caches:
+        cells = np.zeros(n, np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")]))
+        cells["pos"], cells["n_seq"] = np.arange(n_pos - n, n_pos), 1
+        put(struct.pack("<II", 1, n) + cells.tobytes())
+        put(struct.pack("<II", c.transposed_v, len(c.k)))
+        for i, part in enumerate(c.k + c.v):
+            pool = pools[part.type]
+            transposed = i >= len(c.k) and c.transposed_v
+            mark = row_head.pack(part.type.number, part.row_bytes)
+            if transposed:
+                mark = column_head.pack(part.type.number, pool.shape[1], part.width)
+            put(mark)
+            end = at + n * part.row_bytes
+            _fill(out[at:end], pool, i * 7_919_123, n, part.row_bytes, transposed)
+            at = end
     return out
 
 

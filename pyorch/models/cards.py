@@ -108,6 +108,7 @@ class Card:
     n_own_cache: int = MAX_LAYERS  # the layers after these have no K and V but those of others
     n_latent: int = 0  # latent attention: elements of the vector that heads share, without its RoPE
     n_expert: int = 1
+    n_expert_used: int = 1  # by a token; stated on cards that `bench --like` can write
     n_read: int = 0  # parameters that a token reads; 0 = all but an embedding that is no head
 
     @property

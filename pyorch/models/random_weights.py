@@ -25,19 +25,21 @@ class Pools:
         self.made: dict[tuple[str, int], memoryview] = {}
 
     def data(self, shape: tuple[int, ...], kind: str) -> Iterator[bytes | memoryview]:
-        """The bytes of a tensor, in pieces. It begins at a block of its own in the pool."""
+        """The bytes of a tensor, in pieces. It begins at a block of its own in the pool. Experts
+        are copies of one, since rounding decides which of them a random router takes."""
         if len(shape) == 1:
             yield np.ones(shape, np.float32).tobytes()
             return
         pool = self._pool(kind, shape[-1])
         unit = len(pool) // _POOL_BLOCKS
-        at = int(self.rng.integers(_POOL_BLOCKS)) * unit
-        left = BY_NAME[kind].n_bytes(math.prod(shape))
-        while left:
-            piece = pool[at : at + min(left, len(pool) - at, _CHUNK)]
-            yield piece
-            left -= len(piece)
-            at = (at + len(piece)) % len(pool)
+        first = int(self.rng.integers(_POOL_BLOCKS)) * unit
+        for _ in range(shape[0] if len(shape) == 3 else 1):
+            at, left = first, BY_NAME[kind].n_bytes(math.prod(shape[-2:]))
+            while left:
+                piece = pool[at : at + min(left, len(pool) - at, _CHUNK)]
+                yield piece
+                left -= len(piece)
+                at = (at + len(piece)) % len(pool)
 
     def _pool(self, kind: str, width: int) -> memoryview:
         if (kind, width) not in self.made:
@@ -82,6 +84,6 @@ def _q6_k(rng: np.random.Generator, std: float) -> np.ndarray:
 
 
 BLOCKS: dict[str, Callable[[np.random.Generator, float], np.ndarray]] = {
-    kind: partial(_quantized, kind.upper()) for kind in ("f16", "q8_0", "q4_0")
+    kind: partial(_quantized, kind.upper()) for kind in ("f32", "f16", "q8_0", "q4_0", "mxfp4")
 }
 BLOCKS |= {"q4_K": _q4_k, "q6_K": _q6_k}

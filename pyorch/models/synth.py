@@ -1,15 +1,15 @@
-"""Write a Llama-shaped GGUF model with random weights, of any size, in constant memory.
+"""Write a GGUF model of random weights, of any size, in constant memory.
 
 Its text is noise, but a decoded token costs what it costs in a real model of that shape, so speed
 is measured without a download. All tensors are cut from small pools of random blocks. A token is a
-byte, and the rest of the vocabulary is unused.
+byte, the rest of the vocabulary is unused, and the output head is never the embedding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,16 @@ from pyorch.text import printable
 if TYPE_CHECKING:
     import gguf
 
-QUANTS = ("q8_0", "q4_k_m", "q4_0", "f16")
+QUANTS = ("q8_0", "q4_k_m", "q4_0", "mxfp4", "f16")
+_NORMS = {"attn_q_norm": "head_dim", "attn_k_norm": "head_dim"}
+# those that it can write: the vectors of a layer that a Llama does not have, and their lengths
+ARCHITECTURES: dict[str, dict[str, str]] = {
+    "llama": {},
+    "qwen3": _NORMS,
+    "qwen3moe": _NORMS,
+    "gemma3": _NORMS | {"post_attention_norm": "n_embd", "post_ffw_norm": "n_embd"},
+    "gpt-oss": {"attn_sinks": "n_head"},
+}
 VERSION = 5  # raised whenever the same arguments give a different file
 
 _BLOCK = BY_NAME["q8_0"].per_block
@@ -36,7 +45,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 1, 2, 3, 5, 6  # llama.cpp's types
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama-like model. `n_embd`, `n_ff` and `n_vocab` do not touch attention."""
+    """The sizes of a model, as on its card. n_embd, n_ff and n_vocab do not touch attention."""
 
     n_layer: int
     n_embd: int
@@ -47,19 +56,23 @@ class Shape:
     n_vocab: int
     rope_base: float = 10_000.0
     n_ctx: int = 131_072
+    architecture: str = "llama"
+    n_swa: int = 0
+    n_expert: int = 1
+    n_expert_used: int = 1
 
 
 def shape_like(name: str, **changes: int | None) -> Shape:
     """The shape of a model that has a card, with some sizes replaced; None leaves a size as it is.
 
     Raises:
-        SparqError: the model is unknown or not a Llama, or the sizes do not fit together.
+        SparqError: the model or its architecture is unknown, or the sizes do not fit together.
     """
     card = cards.load(name)
-    if card.architecture != "llama":
+    if card.architecture not in ARCHITECTURES:
         raise SparqError(
-            f"{name} is not a Llama but a {card.architecture}, which --like cannot write",
-            "sparq-cpp models lists the architectures",
+            f"{name} is a {card.architecture}, which --like cannot write",
+            f"it writes {', '.join(ARCHITECTURES)}; sparq-cpp models lists the architectures",
             exit_code=2,
         )
     known: dict[str, Any] = {f.name: getattr(card, f.name) for f in fields(Shape)}
@@ -99,7 +112,8 @@ def file_bytes(shape: Shape, quant: str) -> int:
 def _check(shape: Shape, block: int = _BLOCK) -> None:
     """Refuse sizes that do not fit together, or that blocks of that many weights do not fill."""
     s = shape
-    wrong = [f"{name} {n} is below 1" for name, n in asdict(s).items() if n < 1]
+    sizes = {k: v for k, v in asdict(s).items() if k not in ("architecture", "n_swa")}
+    wrong = [f"{name} {n} is below 1" for name, n in sizes.items() if n < 1]
     if not wrong and s.n_head % s.n_head_kv:
         wrong.append(f"{s.n_head} heads cannot share {s.n_head_kv} KV heads evenly")
     rows = {"n_embd": s.n_embd, "n_ff": s.n_ff, "n_head*head_dim": s.n_head * s.head_dim}
@@ -137,7 +151,7 @@ def write(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor. `shape` is in numpy's order, outermost first. One axis means a norm: ones, f32."""
+    """A tensor. `shape` is in numpy's order, outermost first. One axis means ones, f32."""
 
     name: str
     shape: tuple[int, ...]
@@ -145,32 +159,47 @@ class _Tensor:
 
     def type(self, quant: str) -> str:
         """ggml's name of its type in a model of this quantisation."""
-        if len(self.shape) == 1:
+        if len(self.shape) == 1 or self.name.endswith((".bias", "ffn_gate_inp.weight")):
             return "f32"
         if quant == "q4_k_m":
             return "q6_K" if self.more_bits else "q4_K"
-        return quant
+        return "q8_0" if quant == "mxfp4" and "_exps" not in self.name else quant
 
     def n_bytes(self, quant: str) -> int:
         return BY_NAME[self.type(quant)].n_bytes(math.prod(self.shape))
 
 
 def _tensors(s: Shape) -> Iterator[_Tensor]:
-    n_q, n_kv = s.n_head * s.head_dim, s.n_head_kv * s.head_dim
     yield _Tensor("token_embd.weight", (s.n_vocab, s.n_embd))
     for i in range(s.n_layer):
-        more = _more_bits(i, s.n_layer)
-        yield _Tensor(f"blk.{i}.attn_norm.weight", (s.n_embd,))
-        yield _Tensor(f"blk.{i}.attn_q.weight", (n_q, s.n_embd))
-        yield _Tensor(f"blk.{i}.attn_k.weight", (n_kv, s.n_embd))
-        yield _Tensor(f"blk.{i}.attn_v.weight", (n_kv, s.n_embd), more)
-        yield _Tensor(f"blk.{i}.attn_output.weight", (s.n_embd, n_q))
-        yield _Tensor(f"blk.{i}.ffn_norm.weight", (s.n_embd,))
-        yield _Tensor(f"blk.{i}.ffn_gate.weight", (s.n_ff, s.n_embd))
-        yield _Tensor(f"blk.{i}.ffn_up.weight", (s.n_ff, s.n_embd))
-        yield _Tensor(f"blk.{i}.ffn_down.weight", (s.n_embd, s.n_ff), more)
+        for t in _layer(s, _more_bits(i, s.n_layer)):
+            yield replace(t, name=f"blk.{i}.{t.name}")
     yield _Tensor("output_norm.weight", (s.n_embd,))
     yield _Tensor("output.weight", (s.n_vocab, s.n_embd), more_bits=True)
+
+
+def _layer(s: Shape, more_bits: bool) -> Iterator[_Tensor]:
+    n_q, n_kv, arch = s.n_head * s.head_dim, s.n_head_kv * s.head_dim, s.architecture
+    stack, kind = ((s.n_expert,), "_exps") if s.n_expert > 1 else ((), "")
+    rows: list[tuple[str, tuple[int, ...]]] = [
+        ("attn_norm", (s.n_embd,)),
+        ("attn_q", (n_q, s.n_embd)),
+        ("attn_k", (n_kv, s.n_embd)),
+        ("attn_v", (n_kv, s.n_embd)),
+        ("attn_output", (s.n_embd, n_q)),
+        ("post_attention_norm" if arch == "gpt-oss" else "ffn_norm", (s.n_embd,)),
+        (f"ffn_gate{kind}", (*stack, s.n_ff, s.n_embd)),
+        (f"ffn_up{kind}", (*stack, s.n_ff, s.n_embd)),
+        (f"ffn_down{kind}", (*stack, s.n_embd, s.n_ff)),
+    ]
+    if stack:
+        rows.append(("ffn_gate_inp", (s.n_expert, s.n_embd)))
+    rows += [(name, (getattr(s, size),)) for name, size in ARCHITECTURES[arch].items()]
+    for name, shape in rows:
+        more = more_bits and name.startswith(("attn_v", "ffn_down"))
+        yield _Tensor(f"{name}.weight", shape, more)
+        if len(shape) > 1 and arch == "gpt-oss":
+            yield _Tensor(f"{name}.bias", shape[:-1])
 
 
 def _more_bits(i: int, n: int) -> bool:
@@ -184,7 +213,7 @@ def _write(path: Path, shape: Shape, quant: str, seed: int, name: str) -> None:
 
     from pyorch.models.random_weights import Pools
 
-    w = gguf.GGUFWriter(path, "llama")
+    w = gguf.GGUFWriter(path, shape.architecture)
     _add_metadata(w, shape, quant, name)
     _add_tokenizer(w, shape)
     for t in _tensors(shape):
@@ -211,7 +240,8 @@ def _add_metadata(w: gguf.GGUFWriter, s: Shape, quant: str, name: str) -> None:
     import gguf
 
     w.add_name(name)
-    w.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quant.upper()}"])
+    kind = {"mxfp4": "MXFP4_MOE"}.get(quant, quant.upper())
+    w.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     w.add_block_count(s.n_layer)
     w.add_context_length(s.n_ctx)
     w.add_embedding_length(s.n_embd)
@@ -224,6 +254,12 @@ def _add_metadata(w: gguf.GGUFWriter, s: Shape, quant: str, name: str) -> None:
     w.add_rope_freq_base(s.rope_base)
     w.add_layer_norm_rms_eps(1e-5)
     w.add_vocab_size(s.n_vocab)
+    if s.n_swa:
+        w.add_sliding_window(s.n_swa)
+    if s.n_expert > 1:
+        w.add_expert_count(s.n_expert)
+        w.add_expert_used_count(s.n_expert_used)
+        w.add_expert_feed_forward_length(s.n_ff)
 
 
 def _add_tokenizer(w: gguf.GGUFWriter, s: Shape) -> None:

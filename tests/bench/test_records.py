@@ -129,7 +129,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[records.Record]]:
         n_measured += 1
         return [{"samples_ns": [n_measured]}]
 
-    made = measurement.Measurement("b", "", None, Case, lambda _: [], measure, str)
+    made = measurement.Measurement("b", None, Case, lambda _: [], measure, str)
 
     def of(file: Path, *sizes: int, force: bool = False, cpu: str = "A") -> list[records.Record]:
         env["machine"] = {"cpu": cpu}

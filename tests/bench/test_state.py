@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 
 from pyorch import engine
 from pyorch.errors import SparqError
@@ -29,6 +30,21 @@ def test_state_comes_back_as_it_was_written(model: Path, kind: str, flash_attn: 
         assert len(s.tokens) == 1000
         engine.decode(s, 65)
         assert np.isfinite(engine.logits(s)).all()
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+def test_state_of_layers_with_a_window(tmp_path: Path, flash_attn: bool) -> None:
+    """They keep the last positions alone. After a test the same positions are there again."""
+    model = tiny.write(tmp_path / "m.gguf", "gpt-oss", n_layer=4)
+    with engine.load(model, n_ctx=1024, n_threads=1, flash_attn=flash_attn, n_batch=8) as s:
+        state.fill(s, 1000, seed=5)
+        expected = state._get(s)
+        for _ in range(20):
+            for token in range(20):
+                engine.decode(s, 65 + token)
+            engine.rewind(s, 1000)
+            assert len(s.tokens) == 1000
+        assert np.isfinite(engine.logits(s)).all() and state._get(s) == expected
 
 
 def test_state_is_the_same_with_v_transposed(model: Path) -> None:

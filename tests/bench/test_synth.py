@@ -16,12 +16,18 @@ from pyorch.models.gguf_file import read_gguf
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
 
-@pytest.mark.parametrize("quant", synth.QUANTS)
-def test_synth_has_the_asked_shape_and_decodes(tmp_path: Path, quant: str) -> None:
+OTHERS = ("qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b-it", "gpt-oss-20b")
+
+
+@pytest.mark.parametrize(
+    ("like", "quant"),
+    [*(("llama2-7b", q) for q in synth.QUANTS), *((name, "mxfp4") for name in OTHERS)],
+)
+def test_synth_has_the_asked_shape_and_decodes(tmp_path: Path, like: str, quant: str) -> None:
     path = tmp_path / "m.gguf"
     shape = synth.shape_like(
-        "llama2-7b",
-        n_layer=3,
+        like,
+        n_layer=6,
         n_embd=256,
         n_head=8,
         n_head_kv=2,
@@ -33,8 +39,9 @@ def test_synth_has_the_asked_shape_and_decodes(tmp_path: Path, quant: str) -> No
     n_bytes = synth.write(path, shape, quant)
     geo = geometry(read_gguf(path))
     assert n_bytes == path.stat().st_size
-    assert (geo.n_layer, geo.n_embd, geo.head_dim_k, geo.n_ctx_train) == (3, 256, 64, 131_072)
-    assert geo.n_head == (8,) * 3 and geo.n_head_kv == (2,) * 3
+    assert (geo.n_layer, geo.n_embd, geo.head_dim_k, geo.n_ctx_train) == (6, 256, 64, 131_072)
+    assert geo.n_head == (8,) * 6 and geo.n_head_kv == (2,) * 6
+    assert len(geo.full_layers) == {"gemma-3-4b-it": 1, "gpt-oss-20b": 3}.get(like, 6)
     with engine.load(path, n_ctx=64, n_threads=1) as s:
         tokens = engine.tokenize(s, "Any text: ä, 漢.")
         assert engine.detokenize(s, tokens) == "Any text: ä, 漢."

@@ -27,10 +27,9 @@ from pyorch.cli.bench.comparison import (
     CompareOptions,
     about,
     best_of_stock,
-    printer,
     types_of,
 )
-from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing, same
+from pyorch.cli.bench.measurement import BOTH, Column, Done, Measurement, Row, differing, same
 from pyorch.engine.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 from pyorch.measure import records
@@ -233,7 +232,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
     return out
 
 
-def _label(r: Row) -> str:
+def label(r: Row) -> str:
     return f"stock -fa {int(r['flash_attn'])}" if r["library"] == "stock" else str(r["spec"])
 
 
@@ -251,7 +250,7 @@ _COLUMNS: dict[str, Column] = {
     "K, V": types_of,
     "threads": lambda r: r["n_threads"],
     "positions": lambda r: r["n_depth"],
-    "attention": lambda r: f"`{_label(r)}`",
+    "attention": lambda r: f"`{label(r)}`",
     "ms per token (p10-p90)": lambda r: (
         f"{r['attention_ms']:.2f} ({r['attention_p10_ms']:.2f}-{r['attention_p90_ms']:.2f})"
     ),
@@ -270,13 +269,5 @@ def markdown(recs: Sequence[Record]) -> str:
 
 
 MEASUREMENT = Measurement(
-    name="attention",
-    about="Attention by itself, stock llama.cpp's and ours in turns.",
-    options=CompareOptions,
-    case=AttentionCase,
-    groups=groups,
-    measure=measure,
-    table=markdown,
-    libraries=("stock", "sparq"),
-    show=printer(markdown, rows),
+    "attention", CompareOptions, AttentionCase, groups, measure, markdown, BOTH, rows
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from pyorch import table
 from pyorch.attention.spec import AttentionSpec, parse_spec
 from pyorch.cli import options as opt
 from pyorch.cli import types
@@ -179,25 +178,6 @@ class CacheCase(Side):
 
 
 # ---- tables ----
-
-
-def printer(
-    markdown: Callable[[Sequence[Record]], str],
-    rows: Callable[[Sequence[Record]], list[Row]],
-) -> Callable[[CompareOptions, Sequence[Record]], str]:
-    """What prints records in the format of `-o`."""
-
-    def show(options: CompareOptions, recs: Sequence[Record]) -> str:
-        if options.output == "md":
-            return markdown(recs)
-        flat = rows(recs)
-        if options.output == "csv":
-            return table.as_csv(flat, quoted=True)
-        pairs = zip(flat, recs, strict=True)
-        more = [r | {x: rec[x] for x in ("counters", "samples_ns")} for r, rec in pairs]
-        return table.as_json(more) if options.output == "json" else table.as_jsonl(more)
-
-    return show
 
 
 def best_of_stock(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -17,7 +18,7 @@ from typing import Any
 
 import click
 
-from pyorch import engine
+from pyorch import engine, table
 from pyorch.attention.spec import parse_spec
 from pyorch.cli import types
 from pyorch.cli.groups import option, takes
@@ -34,6 +35,7 @@ Done = Callable[[float], None]  # called with the share of a group that is done
 Row = dict[str, Any]
 Column = Callable[[Row], object]
 
+BOTH = ("stock", "sparq")
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -133,25 +135,28 @@ class Measurement:
 
     Attributes:
         name: of the records and the table, NAME.jsonl and NAME.md, and of the command.
-        about: what is measured, in a sentence.
         options: the group of its options, to which --out and --force are added.
         case: the dataclass of its cases.
         groups: makes the groups of cases from the options.
         measure: returns one result for each case of a group, in order.
         table: makes markdown of records, which may be of several runs.
         libraries: those that it runs, `stock` or `sparq`.
-        show: what the command prints in place of the table.
+        rows: makes a flat row of each record, for the other formats of `-o`.
     """
 
     name: str
-    about: str
     options: Any
     case: Any
     groups: Callable[[Any], Sequence[Group]]
     measure: Callable[[Any, Group, Done], list[Result]]
     table: Callable[[Sequence[Record]], str]
     libraries: tuple[str, ...] = ("sparq",)
-    show: Callable[[Any, Sequence[Record]], str] | None = None
+    rows: Callable[[Sequence[Record]], Sequence[Row]] | None = None
+
+    @property
+    def about(self) -> str:
+        """What is measured: the first line of its file."""
+        return str(sys.modules[self.measure.__module__].__doc__).partition("\n")[0]
 
     @property
     def file(self) -> str:
@@ -181,11 +186,22 @@ def run(of: Measurement, options: Any, to: RecordOptions) -> None:
     recs, n_failed = measured(of, options, groups, file, force=to.force)
     if recs:
         file.with_suffix(".md").write_text(whole_table(of, to.folder) + "\n", "utf-8")
-        print(of.show(options, recs) if of.show else of.table(recs))
+        print(_printed(of, recs, getattr(options, "output", "md")))
     note(f"records: {file}", "dim")
     if n_failed:
         hint = "run it again: what is recorded is left out"
         raise SparqError(f"{n_failed} of {len(groups)} groups not measured, see above", hint)
+
+
+def _printed(of: Measurement, recs: Sequence[Record], form: str) -> str:
+    if of.rows is None or form == "md":
+        return of.table(recs)
+    flat = of.rows(recs)
+    if form == "csv":
+        return table.as_csv(flat, quoted=True)
+    pairs = zip(flat, recs, strict=True)
+    more = [r | {x: rec[x] for x in ("counters", "samples_ns")} for r, rec in pairs]
+    return table.as_json(more) if form == "json" else table.as_jsonl(more)
 
 
 def measured(

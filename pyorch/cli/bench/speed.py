@@ -35,9 +35,8 @@ from pyorch.cli.bench.comparison import (
     SpeedOptions,
     about,
     best_of_stock,
-    printer,
 )
-from pyorch.cli.bench.measurement import Column, Done, Measurement, Row, differing, text_hash
+from pyorch.cli.bench.measurement import BOTH, Column, Done, Measurement, Row, differing, text_hash
 from pyorch.cli.loading import model_path
 from pyorch.cli.options import RpcOptions
 from pyorch.cli.terminal import confirm, note_if_beyond
@@ -523,14 +522,4 @@ def _size(n: int) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.2f} MiB"
 
 
-MEASUREMENT = Measurement(
-    name="speed",
-    about="Decoded tokens and prompts, stock llama.cpp and ours in turns.",
-    options=SpeedOptions,
-    case=SpeedCase,
-    groups=groups,
-    measure=measure,
-    table=markdown,
-    libraries=("stock", "sparq"),
-    show=printer(markdown, rows),
-)
+MEASUREMENT = Measurement("speed", SpeedOptions, SpeedCase, groups, measure, markdown, BOTH, rows)
