@@ -12,7 +12,7 @@ from pyorch.cli.bench import measurement
 from pyorch.errors import SparqError, nearest
 
 FIGURES = {
-    "token_rate": "bench.users.token_rate:FIGURE",
+    "geometries": "bench.users.geometries:FIGURE",
     "prompt_time": "bench.users.prompt_time:FIGURE",
     "end_to_end": "bench.papers.end_to_end:FIGURE",
     "gpu_end_to_end": "bench.gpu.tokens:FIGURE",

@@ -102,10 +102,12 @@ def complete(url: str, prompt: Any, **more: Any) -> dict[str, Any]:
     return ask(f"{url}/completion", asked | more)
 
 
-def sent(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """The connection of a streamed reply; who closes it hangs up."""
+def sent(
+    url: str, body: dict[str, Any], stream: bool = True, **headers: str
+) -> http.client.HTTPConnection:
+    """The connection of a reply, streamed or whole; who closes it hangs up."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=HANGS_S)
-    connection.request("POST", "/completion", json.dumps(body | {"stream": True}))
+    connection.request("POST", "/completion", json.dumps(body | {"stream": stream}), headers)
     return connection
 
 

@@ -101,7 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for name, made in (
             ("speed", speed.markdown),
             ("token_rate/speed", speed.markdown),
-            ("quantisations/speed", speed.markdown),
+            ("geometries/speed", speed.markdown),
             ("long/speed", speed.markdown),
             ("attention", attention_time.markdown),
             ("long/prompt_time", prompt_time.table),

@@ -87,9 +87,10 @@ def test_the_sdist_makes_the_same_wheel_and_leaves_the_records_out(
     assert contents(pack(folder, tmp_path / "dist", "wheel")) == contents(wheel)
 
 
-def test_a_citation_names_the_present_version() -> None:
-    lines = (paths.REPOSITORY / "CITATION.cff").read_text("utf-8").splitlines()
-    assert f"version: {pyorch.__version__}" in lines
+@pytest.mark.parametrize("name", ["CITATION.cff", "conda/recipe.yaml"])
+def test_what_names_the_version_names_the_present_one(name: str) -> None:
+    text = (paths.REPOSITORY / name).read_text("utf-8").replace('"', "")
+    assert re.search(rf"^ *version: {re.escape(pyorch.__version__)}$", text, re.M)
 
 
 def installed(folder: Path, *files: Path, beside: Sequence[str | Path] = ()) -> Path:

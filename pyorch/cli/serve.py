@@ -59,8 +59,7 @@ _SAFE = (
     "--timeout",
     "60",
 )
-# The variables that llama-server takes options from. The line has all of its options, and nobody
-# expects a variable that is left over from elsewhere to open a door.
+# The variables that llama-server takes options from: one left over from elsewhere may open a door.
 _FOREIGN = ("LLAMA_", "AIP_", "SPARQ_")
 _KEPT = "SPARQ_PROMPT_ON_CPU"  # which no option of ours stands for
 
@@ -369,8 +368,7 @@ def _arguments(served: Served, folder: Path, adapted: bool) -> list[str]:
     line = [str(word) for pair in values.items() for word in pair]
     line += ["--no-kv-offload"] * (load.kv_offload is False)
     line += ["--no-repack"] * (load.no_repack or settings.lacking > 0)
-    # A cache for each slot, of --ctx positions. In one cache for all (--kv-unified) a long request
-    # takes the room of the others, and each reply looks through the cells of all slots.
+    # in one cache for all a long request takes the room of the others, and each reads all cells
     line.append("--no-kv-unified")
     if served.keys:
         # A file of its own, because a pipe is read once. Twice, because it logs the last letters of

@@ -26,10 +26,8 @@ GRACE_S = children.GRACE_S
 KEPT_LINES = 200  # of the log, for the reason of a death
 LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in one
 
-# What the child runs before it becomes the server: the system kills it as soon as we are gone. No
-# handler of ours could do that after a SIGKILL. `preexec_fn` would be shorter, but it runs Python
-# between fork and exec, which may hang beside other threads. Without prctl (macOS, Windows) the
-# server outlives a SIGKILL of ours.
+# What the child runs before it becomes the server: where there is prctl, the system kills it when
+# we are gone. `preexec_fn` runs Python between fork and exec, which may hang beside threads.
 _BOUND = """
 import ctypes, os, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -211,8 +209,7 @@ class Child:
         # the level and the text of each line; a copy, since a child of its own may still write
         log = [_LINE.fullmatch(line) for line in list(self._log)]
         lines = [(line[1], line[2].strip()) for line in log if line and line[2].strip()]
-        # With this line llama.cpp ended the program itself. What comes after it is what a debugger
-        # or the system says, and the last line before a signal of the CPU's is not about it.
+        # With this line llama.cpp ended the program itself; a debugger or the system follows
         fatal = next((text for _, text in lines if _FATAL.search(text)), "")
         fatal = _PLACE.sub("", fatal.removeprefix("error: "))
         if system.died(code):
@@ -221,8 +218,7 @@ class Child:
             hint = f"{hint}; {more}" if more else hint
             reason = f": {fatal}" if fatal else ""
             return SparqError(f"{self.name} {children.ended(code)}{reason}", hint)
-        # While a model is loaded the first error is the cause of all others. Later ones are of
-        # requests, and the last is the nearest.
+        # the first error is the cause of others while a model is loaded; then they are of requests
         errors = [text for level, text in lines if level == "E"] or [text for _, text in lines[-1:]]
         reason = fatal or (errors[-1 if self._ready else 0] if errors else "")
         if not code or not reason:  # 0: after -- -h

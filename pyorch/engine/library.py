@@ -103,10 +103,6 @@ class Library:
         atexit.register(lib.llama_log_set, silent, None)
         lib.llama_backend_init()
 
-    def take_log(self) -> None:
-        """Route the library's messages here: it can send them to one place only."""
-        self.lib.llama_log_set(self._on_log, None)
-
     @contextmanager
     def call(self) -> Iterator[Call]:
         """Wrap C code. A Ctrl-C is noted meanwhile; the caller cleans up, then raises it."""
@@ -220,5 +216,5 @@ def library(stock: bool = False) -> Library:
         SparqError: it is not built, or this process has another one.
     """
     ours = _library(stock)
-    ours.take_log()
+    ours.lib.llama_log_set(ours._on_log, None)  # it can send its messages to one place only
     return ours

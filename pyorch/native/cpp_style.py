@@ -14,11 +14,6 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 
-def squeeze(line: str) -> str:
-    """The line without its spaces."""
-    return line.replace(" ", "")
-
-
 def is_spread(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     """Whether their lines are ours with some of them broken."""
     n = 0
@@ -33,7 +28,7 @@ def is_spread(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 
 def merge(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
     """Our lines with their indentation, and their lines where those differ or were broken."""
-    a, b = ([squeeze(line) for line in lines] for lines in (ours, theirs))
+    a, b = ([line.replace(" ", "") for line in lines] for lines in (ours, theirs))
     out: list[str] = []
     for _, i, j, k, n in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if a[i:j] == b[k:n]:
@@ -44,21 +39,16 @@ def merge(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
     return out
 
 
-def formatted(text: str, name: str) -> str:
-    """The text in our layout. The file's `name` tells clang-format the language."""
-    name += ".cpp" if name.endswith((".cu", ".cuh")) else ""
-    tool = Path(sys.executable).with_name("clang-format")
-    argv = [str(tool), "--style=file", f"--assume-filename={name}"]
-    done = subprocess.run(argv, input=text, capture_output=True, text=True, check=True)
-    return "\n".join(merge(text.splitlines(), done.stdout.splitlines())) + "\n"
-
-
 def main(args: Sequence[str]) -> int:
     """Format the files, or with `--check` name those that would change; 1 if there are any."""
     check, n_wrong = "--check" in args, 0
+    tool = Path(sys.executable).with_name("clang-format")
     for file in (Path(x) for x in args if x != "--check"):
         text = file.read_text("utf-8")
-        want = formatted(text, str(file))
+        name = f"{file}.cpp" if file.suffix in (".cu", ".cuh") else file  # tells the language
+        argv = [str(tool), "--style=file", f"--assume-filename={name}"]
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, check=True)
+        want = "\n".join(merge(text.splitlines(), done.stdout.splitlines())) + "\n"
         if want != text and check:
             print(f"{file}: `make fmt` would change it")
             n_wrong += 1

@@ -1,4 +1,4 @@
-"""llama-server's web page, which npm makes from the pinned source and `serve` shows."""
+"""llama-server's web page: npm makes it from the pinned source, or it came with the wheel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from pathlib import Path
 
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
-from pyorch.native import source
+from pyorch.native import carried, source
 from pyorch.progress import say
 
-_START = "index.html"
+LICENSES = "licenses.md"  # of the packages that are in the page; vite writes it
 _NEEDS = "Node.js 20.19 or newer, and npm's registry"
+_CONFIG = f"""\
+import base from './vite.config';
+import {{ mergeConfig }} from 'vite';
+const more = {{ build: {{ license: {{ fileName: '{LICENSES}' }} }} }};
+export default (env) => mergeConfig(base(env), more);
+"""
 _STEPS = (
     ("fetching what makes the page", ("ci", "--ignore-scripts", "--no-audit", "--no-fund")),
-    ("making the page", ("run", "build")),
+    ("making the page", ("run", "build", "--", "--config", "sparq.config.ts")),
 )
 
 
@@ -23,9 +29,9 @@ def _folder() -> Path:
 
 
 def find() -> Path | None:
-    """The folder of the page; None if nobody has made it."""
-    folder = _folder()
-    return folder if (folder / _START).is_file() else None
+    """The folder of the page; None if nobody has made it, and none came with a wheel."""
+    folders = (_folder(), carried.FOLDER / "page")
+    return next((folder for folder in folders if (folder / LICENSES).is_file()), None)
 
 
 def build() -> Path:
@@ -46,15 +52,17 @@ def build() -> Path:
         where = source.locate(pin)
         source.fetch(pin, where)
         source.unpack(where, f"{pin.folder}/tools/ui", work)
+        (work / "sparq.config.ts").write_text(_CONFIG, "utf-8")
         try:
             for what, arguments in _STEPS:
                 say(what)
                 done = children.run([npm, *arguments], cwd=work, **system.inherit(lock))
                 if done.returncode:
                     raise SparqError(f"{what} failed: {children.reason(done)}", _NEEDS)
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier one, without licences
             (work / "dist").rename(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    paths.once(folder.parent, (folder / _START).is_file, make)
+    paths.once(folder.parent, (folder / LICENSES).is_file, make)
     return folder

@@ -111,7 +111,8 @@ def suspects(fault: Fault, isa: tuple[str, ...]) -> list[str]:
 def check(folder: Path, gpu: bool = False) -> Iterator[dict[str, str]]:
     """Multiply, and on the CPU attend. Yields each case before it is tried, and the first wrong one
     with `how`."""
-    base, cpu = _load(folder)
+    base = declare(ctypes.CDLL(str(folder / system.library("ggml-base")), mode=ctypes.RTLD_GLOBAL))
+    cpu = declare(ctypes.CDLL(str(folder / system.library("ggml-cpu"))))
     for backend, buffer_type, attends in _gpus(base, folder) if gpu else _cpu(base, cpu):
         buffer = base.ggml_backend_buft_name(buffer_type).decode()
         tries = [
@@ -137,7 +138,7 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
     """The backend of the CPU with each type of buffer for weights, and whether to attend there."""
     backend = cpu.ggml_backend_cpu_init()
     cpu.ggml_backend_cpu_set_n_threads(backend, THREADS)
-    yield backend, base.ggml_backend_get_default_buffer_type(backend), _is_ours(base)
+    yield backend, base.ggml_backend_get_default_buffer_type(backend), hasattr(base, _OURS)
     name = b"ggml_backend_dev_get_extra_bufts"  # in which it keeps weights repacked
     address = base.ggml_backend_reg_get_proc_address(cpu.ggml_backend_cpu_reg(), name)
     get = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)
@@ -251,15 +252,6 @@ def _weights(base: Any, kind: str) -> tuple[Any, Any]:
         base.ggml_quantize_chunk(number, x_at, data_at, 0, N_OUT, N_IN, importance_at)
     gguf_type = gguf.GGMLQuantizationType(BY_NAME[kind].number)
     return data, gguf.quants.dequantize(data, gguf_type).astype(np.float64)
-
-
-def _load(folder: Path) -> tuple[Any, Any]:
-    base = ctypes.CDLL(str(folder / system.library("ggml-base")), mode=ctypes.RTLD_GLOBAL)
-    return declare(base), declare(ctypes.CDLL(str(folder / system.library("ggml-cpu"))))
-
-
-def _is_ours(base: Any) -> bool:
-    return hasattr(base, _OURS)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from pyorch import children, paths
 from pyorch.errors import SparqError
-from pyorch.native import build, cmake, probe, source
+from pyorch.native import build, cmake, page, probe, source
 from pyorch.progress import say
 
 
@@ -171,6 +171,7 @@ def make(name: str, into: Path) -> Path:
                 shutil.copy(file, built / "lib")
         pin = source.read_pin()
         where, licenses = source.locate(pin), built / "licenses"
+        shutil.copytree(page.build(), built / "page")
         source.unpack(where, "llama_cpp", built / "python" / "llama_cpp")
         source.unpack(where, "", licenses / "llama_cpp", only=("LICENSE.md",))
         copy_licenses(licenses, {"llama.cpp": root / "all" / "src", "zig": zig.folder})

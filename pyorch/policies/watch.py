@@ -181,7 +181,7 @@ class PolicyWatch:
             n_pos=n_pos,
             logits=logits[0, 0, :, :n_pos].reshape(n_head_kv, -1, n_pos),
             q=q_rows.reshape(n_head_kv, -1, k.ne[0]),
-            scale=_f32(score.op_params[_SCALE]),
+            scale=float(np.int32(score.op_params[_SCALE]).view(np.float32)),
             keys=lambda a, b: floats(stored[a:b], k.type),
         )
         positions = selector.select(step)
@@ -303,8 +303,3 @@ class PolicyWatch:
         assert selection is not None
         if change := self._after.pop(ctypes.addressof(selection), None):
             change(t, view(t)[0, 0, 0].reshape(-1, self.d_v))
-
-
-def _f32(bits: int) -> float:
-    """The float with these bits, as op_params hold them."""
-    return float(np.int32(bits).view(np.float32))

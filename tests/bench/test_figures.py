@@ -68,8 +68,8 @@ def test_what_is_measured_is_drawn_though_other_records_are_missing(tmp_path: Pa
     shutil.copytree(EPYC / topk.NEEDLE, tmp_path / topk.NEEDLE)
     done = CliRunner().invoke(draw.command, args, catch_exceptions=False)
     assert done.exit_code == 0 and (tmp_path / "out" / "topk_needle.svg").exists()
-    assert "token_rate: not drawn" in done.stderr
-    named = CliRunner().invoke(draw.command, [*args, "topk_needle", "token_rate"])
+    assert "geometries: not drawn" in done.stderr
+    named = CliRunner().invoke(draw.command, [*args, "topk_needle", "geometries"])
     assert isinstance(named.exception, SparqError) and "1 of 2" in named.exception.message
     (tmp_path / "gpu_tokens.jsonl").write_text("{}\n{}\n")
     broken = CliRunner().invoke(draw.command, args)

@@ -207,6 +207,7 @@ def record(case: SpeedCase, ms: float, kv: int) -> records.Record:
             "commit": "c",
             "dirty": False,
             "pin": "p",
+            "isa": ["avx2"],
             "stamps": {"stock": "a", "sparq": "b"},
         },
     )

@@ -435,13 +435,6 @@ def refused(*args: Any) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_completion(server: Running) -> None:
-    answer = asked(f"{server.url}/completions", PROMPT)
-    assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
-    (model,) = asked(f"{server.url}/models")["data"]
-    assert model["id"] == "demo.gguf" and model["meta"]["n_ctx"] == 1024
-
-
 @pytest.mark.parametrize("key", ["", "wrong", "# of the tests"])
 def test_a_wrong_key(server: Running, key: str) -> None:
     code, text = refused(f"{server.url}/completions", PROMPT, key)
@@ -452,12 +445,8 @@ def test_a_wrong_key(server: Running, key: str) -> None:
 def test_what_is_closed(server: Running) -> None:
     """Neither what others ask nor settings nor tools, and no web page elsewhere reads replies."""
     base = server.url.removesuffix("/v1")
-    for path, value in (
-        ("slots", None),
-        ("props", {"x": 1}),
-        ("tools", None),
-        ("cors-proxy", None),
-    ):
+    for path in ("slots", "props", "tools", "cors-proxy"):
+        value = {"x": 1} if path == "props" else None
         assert refused(f"{base}/{path}", value)[0] in (403, 501), path
     here, key = "http://localhost:3000", "Bearer other"
     for origin, allowed in (("http://example.org", None), (here, here)):
@@ -495,7 +484,10 @@ def test_a_document_of_another_day_beyond_the_training(server_dir: Path, tmp_pat
 
 def test_it_ends_and_says_what_ran(server: Running) -> None:
     """The last of those that share a server: it is ended here."""
-    asked(f"{server.url}/completions", PROMPT | {"prompt": "Far away. " * 60})
+    (model,) = asked(f"{server.url}/models")["data"]
+    assert model["id"] == "demo.gguf" and model["meta"]["n_ctx"] == 1024
+    answer = asked(f"{server.url}/completions", PROMPT)
+    assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
     assert server.end() == 0
     account = re.match(r"(\d+) tokens decoded, ([\d.]+) %", server.said.splitlines()[2])
     assert account and int(account[1]) >= 8 and float(account[2]) > 50

@@ -30,13 +30,6 @@ def url(server_dir: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield url
 
 
-def waiting(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """The connection of a client that waits for a whole reply."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=HANGS_S)
-    connection.request("POST", "/completion", json.dumps(body))
-    return connection
-
-
 def busy(url: str) -> int:
     return sum(slot["is_processing"] for slot in ask(f"{url}/slots"))
 
@@ -82,7 +75,7 @@ def test_a_client_who_leaves_is_not_served_on(url: str) -> None:
     other = sent(url, LONG)
     reply = events(other)
     next(reply)
-    client = waiting(url, LONG)
+    client = sent(url, LONG, stream=False)
     until_busy(url, 2)
     client.close()
     end = time.monotonic() + HANGS_S
@@ -96,14 +89,15 @@ def test_a_client_who_leaves_is_not_served_on(url: str) -> None:
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("ask_for", [sent, waiting])
+@pytest.mark.parametrize("how", [{}, {"stream": False}, {"X-Conversation-Id": "a"}])
 def test_it_ends_although_a_client_waits(
-    server_dir: Path, tiny: Path, tmp_path: Path, ask_for: Any, by: int
+    server_dir: Path, tiny: Path, tmp_path: Path, how: Any, by: int
 ) -> None:
-    """Whatever lock the thread that the signal interrupts holds: so twice."""
+    """Whatever lock the thread that the signal interrupts holds: so twice. A reply with an id, as
+    the page asks for, goes on without its client."""
     for _ in range(2):
         with started(server_dir, tmp_path / "log", "-m", tiny, *LINE, by=by) as (url, _):
-            client = ask_for(url, LONG)
+            client = sent(url, LONG, **how)
             until_busy(url, 1)
         with closing(client), pytest.raises((http.client.HTTPException, ConnectionError)):
             client.getresponse().read()

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
-from tiny import CHATML, write_tiny_gguf
+from tiny import CHATML, TURNS, write_tiny_gguf
 
 from pyorch import engine, paths
 from pyorch.engine import chat_template, document, document_file
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("native_lib_dir")
 
 TEXT = "the text that was read once, " * 60  # a token per byte
-TURNS = (
-    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
-)
 DATED = "{{ '<s>today is ' + strftime_now('%d %b %Y') + '</s>\n' }}" + TURNS
 PARTS = TURNS.replace("m['content']", "(m['content'] | map(attribute='text') | join)")
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none here') }}{% endif %}"

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from server import ask, serving
-from tiny import write_tiny_gguf
+from tiny import TURNS, write_tiny_gguf
 
 from pyorch import engine
 from pyorch.cli import served_documents
@@ -17,10 +17,6 @@ from pyorch.engine import Document
 from pyorch.engine.chat_template import ChatTemplate
 from pyorch.models.gguf_file import read_gguf
 
-TURNS = (
-    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
-)
 # in two of the ways in which templates ask
 DATED = (
     '{% if strftime_now is defined %}{% set day = strftime_now( "%d %b \'%y" ) %}{% endif %}'

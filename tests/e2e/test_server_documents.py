@@ -183,6 +183,7 @@ def vector(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OFF = {"lora": [{"id": 0, "scale": 0.0}]}
+EPSILON = "llama.attention.layer_norm_rms_epsilon=float:0.5"
 ROPE = "llama.rope.scaling.original_context_length=int:77"
 # the options of the server (of which a fixture is a file), the fields of the request, and what the
 # log names where the document is not used; "": it is
@@ -191,11 +192,7 @@ BESIDE: dict[str, tuple[str, dict[str, Any], str]] = {
     "lora": ("--lora lora", {}, "LoRA"),
     "lora that is off": ("--lora lora", OFF, ""),
     "control vector": ("--control-vector vector", {}, "control vector"),
-    "metadata": (
-        "--override-kv llama.attention.layer_norm_rms_epsilon=float:0.5",
-        {},
-        "--override-kv",
-    ),
+    "metadata": (f"--override-kv {EPSILON}", {}, "--override-kv"),
     "tokenizer": ("--override-kv tokenizer.ggml.add_eos_token=bool:false", {}, ""),
     "original context": (f"--override-kv {ROPE}", {}, "rotations"),
     "base of the rotations": ("--rope-freq-base 500", {}, "rotations"),

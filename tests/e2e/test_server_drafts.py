@@ -22,14 +22,11 @@ MODES["ubatches"] = ("-np", 1, "-ub", 32)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("m")
+    folder, sizes = tmp_path_factory.mktemp("m"), {"n_layer": 2, "weights": "Q8_0"}
+    archs = {"target": "llama", "other": "llama", "mtp": "glm4moe"}
     return {
-        name: tiny_models.write(folder / f"{name}.gguf", arch, n_layer=2, weights="Q8_0", seed=seed)
-        for name, arch, seed in (
-            ("target", "llama", 3),
-            ("other", "llama", 4),
-            ("mtp", "glm4moe", 5),
-        )
+        name: tiny_models.write(folder / f"{name}.gguf", arch, seed=seed, **sizes)
+        for seed, (name, arch) in enumerate(archs.items(), 3)
     }
 
 

@@ -33,10 +33,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/completion", {"prompt": "one two", "n_predict": 3, "sparse_attn": SPEC}),
     ("/completion", {"prompt": [5, 6, 7], "n_predict": 2, "stream": True, "id_slot": 1}),
-    (
-        "/completion",
-        {"prompt": "a", "n_predict": 4, "grammar": 'root ::= "ab" | "c"', "n_probs": 3},
-    ),
+    ("/completion", {"prompt": "a", "n_predict": 4, "grammar": 'root ::= "a" | "c"', "n_probs": 3}),
     ("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 3, "n": 2}),
     ("/v1/chat/completions", CHAT | {"sparse_attn": "dense", "temperature": 0.5}),
     ("/v1/chat/completions", CHAT | {"stream": True, "logprobs": True, "top_logprobs": 2}),

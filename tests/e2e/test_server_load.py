@@ -153,10 +153,8 @@ def test_many_clients(server_dir: Path, tiny: Path, shadow: str, tmp_path: Path)
             found = metrics(url)
         else:
             pytest.fail(f"slots that nobody waits for: {found}")
-    first, middle, last = (int(max(part)) for part in np.array_split(memory, 3))
+    _, middle, last = (int(max(part)) for part in np.array_split(memory, 3))
     calls = {by: found[f'sparq:attention_calls_total{{by="{by}",reason=""}}'] for by in CALLS}
-    grown = " ".join(f"{n / 2**20:.1f}" for n in (first, middle, last))
-    print(f"{SECONDS:g} s: {dict(seen)}, calls {calls}, at most {grown} MiB in thirds")
     assert min(seen[cause] for cause in ("finished", "cancelled", "refused")) > 0
     assert calls["sparse"] > 0 < calls["dense"]
     cancelled = (tmp_path / "log").read_text(errors="replace").count("cancel task")

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from server import ask, clean, serving
+from server import clean, complete, serving
 from tiny import text_of, write_tiny_gguf
 
 from pyorch import engine, native
@@ -107,9 +107,8 @@ def test_a_draft_does_not_inherit_the_spec(
     line = ("-m", tiny, "-md", draft, "-t", 1, "-c", 2048, *TRACE)
     line += ("--sparse-attn", spec) if by == "option" else ()
     env = {} if by == "option" else {"SPARQ_ATTN": spec}
-    asked = {"prompt": text_of(400), "n_predict": 12, "temperature": 0, "ignore_eos": True}
     with serving(tools, log, *line, **env) as url:
-        assert ask(f"{url}/completion", asked)["tokens_predicted"] == 12
+        assert complete(url, text_of(400))["tokens_predicted"] == 20
     said = log.read_text(errors="replace")
     assert len(CALLS.findall(said)) <= 1 and "k_layers has" not in said
 
@@ -122,9 +121,7 @@ def test_perplexity_needs_single_tokens(tools: Path, tiny: Path, tmp_path: Path)
     assert batches.returncode == 0 and calls(batches.stderr) == 0
     assert re.search(r'W sparse attention calls: .*"sparse": 0,', batches.stderr)
     single = run_to(CALLS, tools, "llama-perplexity", *base, "-b", 1, "-ub", 1, *TRACE)
-    assert (
-        single.returncode == 0 and calls(single.stderr) > 700
-    )  # of the second half of each window
+    assert single.returncode == 0 and calls(single.stderr) > 700, "half of each window"
 
     def perplexity(done: subprocess.CompletedProcess[str]) -> str:
         return re.findall(r"PPL = ([\d.]+)", done.stdout + done.stderr)[-1]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="npm is a shell 
 NPM = """#!/bin/sh
 echo "$*" >>"$0.calls"
 [ "$FAKE_NPM" = fails ] && { echo "ERROR: no network" >&2; exit 1; }
-[ "$1" = run ] && mkdir dist && cp package.json dist/index.html
+[ "$1" = run ] && mkdir dist && cp package.json dist/index.html && cp "$5" dist/licenses.md
 exit 0
 """
 
@@ -42,6 +42,7 @@ def test_it_is_made_once(npm: Path) -> None:
     folder = page.build()
     assert page.build() == folder == page.find()
     assert (folder / "index.html").read_text() == "a page"
+    assert "license" in (folder / "licenses.md").read_text()
     assert len(npm.with_name("npm.calls").read_text().splitlines()) == 2
 
 

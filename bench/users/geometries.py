@@ -1,0 +1,60 @@
+"""How many times as fast as the faster of llama.cpp's settings tokens of today's models are at 1/8,
+from records of `sparq-cpp bench` in their own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import plot
+from pyorch.attention.spec import AttentionSpec
+from pyorch.cli.bench import speed
+from pyorch.measure import records
+from pyorch.models import cards
+
+FILE = "geometries/speed.jsonl"
+NEEDS = (
+    "sparq-cpp bench --like qwen3-30b-a3b -d 4096,32768,131072 -a dense -a sparq,ratio=1/4 "
+    "-a sparq,ratio=1/8 --out bench/results/MACHINE/geometries"
+)
+
+
+def data(folder: Path) -> list[plot.Row]:
+    """A row for each model and length."""
+    rows = speed.rows(records.latest(records.load_all(folder / FILE)))
+    rows = [r for r in rows if r["sparse_attn"] == AttentionSpec("sparq", ratio=1 / 8)]
+    plot.need(rows, "decoded tokens at 1/8", NEEDS)
+    return [
+        {
+            "attention": _name(r["model_type"]),
+            "positions": r["n_depth"],
+            "ms": r["median_ns"] / 1e6,
+            "speedup": r["speedup"],
+        }
+        for r in sorted(rows, key=lambda r: r["n_depth"])
+    ]
+
+
+def _name(model: str) -> str:
+    like = model.split()[0]
+    return cards.load(like).title if like in cards.names() else model.removesuffix(" Instruct")
+
+
+def draw(rows: Sequence[plot.Row]) -> Any:
+    names = list(dict.fromkeys(r["attention"] for r in rows))
+    colours = dict(zip(names, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER), strict=False))
+    return plot.over_positions(
+        rows, "speedup", colours, ylabel="times as fast as llama.cpp's faster setting"
+    )
+
+
+FIGURE = plot.Figure(
+    name="geometries",
+    title="Decoded tokens of today's models at 1/8",
+    caption="Batch 1, medians in turns with llama.cpp's `-fa 0` and `-fa 1`.",
+    needs=NEEDS,
+    file=FILE,
+    data=data,
+    draw=draw,
+)
