@@ -13,7 +13,6 @@ from pyorch.errors import SparqError, nearest
 
 FIGURES = {
     "geometries": "bench.users.geometries:FIGURE",
-    "prompt_time": "bench.users.prompt_time:FIGURE",
     "end_to_end": "bench.papers.end_to_end:FIGURE",
     "gpu_end_to_end": "bench.gpu.tokens:FIGURE",
     "gpu_attention": "bench.gpu.kernels:FIGURE",

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any
 
 from bench import plot
 from pyorch import engine
@@ -45,7 +43,6 @@ from pyorch.models.content import content_hash
 from pyorch.table import markdown
 
 FILE = "prompt_time.jsonl"
-NEEDS = "python -m bench prompt_time -m MODEL.gguf --text BOOK"
 CHUNK = 512  # tokens, those of a micro-batch
 WARM = 64  # read before the clock starts, since llama.cpp plans its graphs anew for each attention
 COUNTERS = ("calls_prefill", "blocks_fast")
@@ -208,36 +205,6 @@ def table(recs: Sequence[Record]) -> str:
     )
     parts = [about, markdown(["attention", *map(str, depths)], chunk)]
     return "\n\n".join([*parts, of_whole, markdown(["attention", *map(str, depths[1:])], total)])
-
-
-def data(folder: Path) -> list[plot.Row]:
-    """A row for each length and attention, of the last run that has all of `SIDES`."""
-    runs = [list(run.values()) for run in records.by_run(records.load_all(folder / FILE))]
-    runs = [run for run in runs if len({r["attention"] for r in rows(run)}) == len(SIDES)]
-    plot.need(runs, "the time of prompts", NEEDS)
-    about = {"model": runs[-1][0]["model_name"], "threads": runs[-1][0]["case"]["n_threads"]}
-    shown = ("tokens", "attention", "seconds", "speedup")
-    return [about | {x: r[x] for x in shown} for r in rows(runs[-1]) if r["seconds"]]
-
-
-def draw(rows: Sequence[plot.Row]) -> Any:
-    colours = (plot.STOCK, plot.STOCK_2, plot.OURS_2, plot.OURS)
-    named = dict(zip(dict.fromkeys(r["attention"] for r in rows), colours, strict=True))
-    title = f"{rows[0]['model']}, {rows[0]['threads']} threads"
-    labels: dict[str, Any] = {"xlabel": "tokens of the prompt", "ylabel": "seconds", "title": title}
-    return plot.over_positions(rows, "seconds", named, x="tokens", **labels)
-
-
-FIGURE = plot.Figure(
-    name="prompt_time",
-    title="Time to the first token over the length of the prompt",
-    caption="Seconds to read a prompt of a book, from medians for 512 tokens at each depth, "
-    "llama.cpp's two attentions and ours in turns.",
-    needs=NEEDS,
-    file=FILE,
-    data=data,
-    draw=draw,
-)
 
 
 MEASUREMENT = Measurement("prompt_time", PromptOptions, PromptCase, groups, measure, table)
