@@ -258,8 +258,7 @@ def case_of(case: Any) -> dict[str, Any]:
 
 def read_case(kind: type[Kind], rec: Record) -> Kind:
     """The case of a record, as it was before `case_of`."""
-    # "prefill" is of versions whose `bench` could read random tokens
-    case = {k: v for k, v in rec["case"].items() if k != "prefill"}
+    case = rec["case"]
     spec = {"spec": _spec(case["spec"])} if "spec" in case else {}
     return kind(**case | spec)
 

@@ -121,11 +121,9 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
     counts = [min(n_pos, form.window) if i else n_pos for i in range(len(form.caches))]
     caches = list(zip(form.caches, counts, strict=True))
     pools = {kind: _pool(kind, seed) for c in form.caches for kind in {p.type for p in c.k + c.v}}
-    row_head, column_head = struct.Struct("<iQ"), struct.Struct("<iII")
     size, at = 8, 0
     for c, n in caches:
-        v_head = column_head if c.transposed_v else row_head
-        size += 16 + 12 * n + len(c.k) * (row_head.size + v_head.size)
+        size += 16 + 12 * (n + len(c.k) + len(c.v))
         size += n * sum(p.row_bytes for p in c.k + c.v)
     out = np.empty(size, np.uint8)
 
@@ -143,9 +141,9 @@ def blob(form: Layout, n_pos: int, seed: int = 0) -> np.ndarray:
         for i, part in enumerate(c.k + c.v):
             pool = pools[part.type]
             transposed = i >= len(c.k) and c.transposed_v
-            mark = row_head.pack(part.type.number, part.row_bytes)
+            mark = struct.pack("<iQ", part.type.number, part.row_bytes)
             if transposed:
-                mark = column_head.pack(part.type.number, pool.shape[1], part.width)
+                mark = struct.pack("<iII", part.type.number, pool.shape[1], part.width)
             put(mark)
             end = at + n * part.row_bytes
             _fill(out[at:end], pool, i * 7_919_123, n, part.row_bytes, transposed)

@@ -479,8 +479,6 @@ _SETTINGS: dict[str, Column] = {
 
 
 def _before(r: Row) -> str:
-    if r["text"] == "random tokens":  # of versions that read them
-        return "random tokens"
     return "a text (ours), random K and V (llama.cpp)" if r["text"] else "random K and V"
 
 
