@@ -102,7 +102,7 @@ def fake_records() -> list[records.Record]:
                 base_bytes_per_token=10**6,
                 counters={},
                 bandwidth_bytes_per_s=[1e9, 1e9, 20e9, 20e9],  # two turns at 32 positions, two at S
-                env={"machine": {"cpu": "C", "cores": 2}, "commit": "c"},
+                env={"machine": {"cpu": "C", "cores": 2}, "commit": "c", "isa": ["avx2"]},
             )
         )
     return out
