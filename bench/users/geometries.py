@@ -52,7 +52,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 FIGURE = plot.Figure(
     name="geometries",
     title="Decoded tokens of today's models at 1/8",
-    caption="Batch 1, medians in turns with llama.cpp's `-fa 0` and `-fa 1`.",
+    caption="Batch 1, random K and V, medians in turns with llama.cpp's `-fa 0` and `-fa 1`.",
     needs=NEEDS,
     file=FILE,
     data=data,

@@ -163,7 +163,7 @@ class _Tensor:
             return "f32"
         if quant == "q4_k_m":
             return "q6_K" if self.more_bits else "q4_K"
-        return "q8_0" if quant == "mxfp4" and "_exps" not in self.name else quant
+        return "q8_0" if quant == "mxfp4" and ".ffn_" not in self.name else quant
 
     def n_bytes(self, quant: str) -> int:
         return BY_NAME[self.type(quant)].n_bytes(math.prod(self.shape))
