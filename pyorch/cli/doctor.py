@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import click
 
+from pyorch import children
 from pyorch.cli.options import json_option
 from pyorch.cli.terminal import print_json
+from pyorch.cli.types import File
 from pyorch.errors import SparqError
+from pyorch.progress import say
 from pyorch.text import human_bytes
 
 Facts = dict[str, object]
@@ -19,8 +25,20 @@ Facts = dict[str, object]
 
 @click.command()
 @json_option
-def command(as_json: bool) -> None:
+@click.option(
+    "--report",
+    type=File(),
+    is_flag=False,
+    flag_value="sparq-report.json",
+    help="Try and time all devices, and write a file for a bug report, which names nobody and no"
+    " folder.  [default: sparq-report.json]",
+)
+def command(as_json: bool, report: str | None) -> None:
     """Say what is built, what this machine can do, and what is switched off, and why."""
+    if report:
+        _write(Path(report))
+        print(report)
+        return
     facts = examine()
     if as_json:
         print_json(facts)
@@ -65,7 +83,6 @@ def examine() -> dict[str, Facts]:
             "memory": probe.memory(),
             "python": platform.python_version(),
             "nvcc": cuda.nvcc(),
-            "gpu": [f"{device.name} (sm_{device.arch})" for device in cuda.devices()[0]],
         },
         "toolchain": toolchain,
         "off": {name: why for name, why in (off | failed).items() if why},
@@ -85,11 +102,7 @@ def _toolchain() -> tuple[Facts, Facts]:
         probed = probe.probe(compiler, native=True)
         facts |= {"isa": list(probed.isa), "flags": list(probed.flags), "openmp": probed.openmp}
         off |= probed.off
-        toolkit, why = cuda.toolkit(compiler)
-        if toolkit:
-            runs = " and run" if cuda.devices()[0] else ""
-            facts["cuda"] = f"{toolkit.release}, programs with cuBLAS link{runs}"
-        off["cuda"] = why or cuda.devices()[1]
+        off["cuda"] = cuda.toolkit(compiler)[1] or cuda.devices()[1]
         off["vulkan"] = cmake.why_not_vulkan()
         off["metal"] = "sparq-cpp build --metal was never tried" if sys.platform == "darwin" else ""
     except SparqError as error:
@@ -98,39 +111,112 @@ def _toolchain() -> tuple[Facts, Facts]:
 
 
 def _built() -> tuple[Facts, Facts]:
-    """What is built and whether it works, and the features that failed when it was tried."""
+    """What is built of the present sources and whether it works, and the features that failed when
+    it was tried."""
     from pyorch import native
-    from pyorch.native import build, carried, carried_cuda, cuda, smoke
+    from pyorch.native import build, carried, carried_cuda
 
-    facts: Facts = {}
+    facts: Facts = {"used": ""}
     failed: Facts = {}
-
-    def add(name: str, folder: Path | None) -> None:
-        facts[name] = "not built for the present sources"
-        if folder and (stamp := build.read_stamp(folder)):
-            facts[name] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
-            failed.update(stamp["off"])
-            if "ranked" in stamp:
-                facts["variant"] = f"{stamp['isa'][0]}, of {', '.join(stamp['ranked'])}"
-
-    kinds = [build.Options(), build.Options(stock=True), build.Options(portable=True)]
-    kinds += [build.usual()] * (build.usual().cuda == "" and build.usual() not in kinds)
-    if cuda.find_nvcc() or cuda.is_preferred():
-        kinds.append(build.Options(cuda=cuda.archs(None)))
-    for options in kinds:
-        add(options.name, build.find(options))
     try:
+        used = native.find()
         if cpu := carried.find_cpu():
-            add(carried.NAME, cpu)
             with_cuda, why = carried_cuda.find(cpu)
-            if with_cuda:
-                add(carried_cuda.NAME, with_cuda)
             if with_cuda or why:
                 failed["cuda"] = why and f"{carried_cuda.PACKAGE} is not used: {why}"
-        if used := native.find():
+        if used:
             facts["used"] = used.name
-            facts["works"] = f"no: {fault}" if (fault := smoke.fault(used)) else "yes"
-            facts["gpus"] = [f"{gpu.name} ({gpu.backend})" for gpu in native.gpus()]
+            facts["works"] = _works(used)
+            facts["gpus"] = [f"{x.name} ({x.backend})" for x in native.gpus()]
     except SparqError as error:
         facts["works"] = f"no: {error.message}"
+    current = build.used()
+    for folder, stamp in reversed(build.finished()):
+        if folder in current:
+            facts[stamp["inputs"]["options"]] = {"lib_dir": str(folder), "stamp": stamp["stamp"]}
+            failed |= stamp["off"]
+            if "ranked" in stamp:
+                facts["variant"] = f"{stamp['isa'][0]}, of {', '.join(stamp['ranked'])}"
     return facts, failed
+
+
+def _works(folder: Path, gpu: bool = False) -> str:
+    from pyorch.native import smoke
+
+    try:
+        fault = smoke.fault(folder, gpu)
+    except SparqError as error:
+        return f"no: {error.message}"
+    return f"no: {fault}" if fault else "yes"
+
+
+# ---- a report ----
+
+# A small model continues a text of 2,100 tokens, here and on the GPU.
+N_CHARACTERS, N_TOKENS = 6000, 32
+CPU, GPU = ("-ngl", "0"), ("-ngl", "99")
+SPARSE = ("-a", "sparq,ratio=1/8,gpu_min_mb=0")
+RUNS = {
+    "CPU, dense": (*CPU, "-a", "off"),
+    "CPU, sparse": (*CPU, *SPARSE),
+    "GPU, dense": (*GPU, "-kvo", "-a", "off"),
+    "GPU, sparse, K and V in memory": (*GPU, "-nkvo", *SPARSE),
+}
+TIMEOUT_S = 1800.0  # of a run: some drivers compile for minutes
+
+
+def _write(file: Path) -> None:
+    """Try all devices, which takes from half a minute on, and write the report.
+
+    Raises:
+        SparqError: the file exists, or no library is built.
+        OSError: it cannot be written.
+    """
+    from pyorch import native, paths
+
+    if file.exists():
+        raise SparqError(f"{file}: exists already", "give --report another name", 2)
+    folder, gpus, facts = native.lib_dir(), native.gpus(), examine()
+    del facts["cache"]
+    if gpus:
+        say("multiplying on the GPUs")
+        memory = [(x.name, human_bytes(x.memory), x.integrated) for x in gpus]
+        facts["gpus"] = {"works": _works(folder, gpu=True), "memory, integrated": memory}
+    lines = {name: line for name, line in RUNS.items() if gpus or name.startswith("CPU")}
+    facts["runs"] = {name: _run(name, line) for name, line in lines.items()}
+    paths.put(file, json.dumps(_anonymous(facts), indent=1) + "\n")
+
+
+def _run(name: str, line: tuple[str, ...]) -> Facts:
+    """What a run says of itself, or how it failed. A backend may die with its process."""
+    from pyorch import paths
+
+    say(f"continuing a text: {name}")
+    demo = paths.data("models") / "demo"
+    text = (demo / "document.txt").read_text("utf-8")[:N_CHARACTERS]
+    argv = ["generate", str(demo / "demo.gguf"), "-p", text, "-n", str(N_TOKENS), "--temp", "0"]
+    try:
+        done = children.run(children.python("pyorch", *argv, "--json", *line), timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {TIMEOUT_S:.0f} s"}
+    failed = {"failed": children.ended(done.returncode)}
+    numbers = failed if done.returncode else json.loads(done.stdout)
+    return {**numbers, "notes": done.stderr.splitlines()[-20:]}
+
+
+def _anonymous(value: object) -> object:
+    """The same without the names of people, machines and folders."""
+    if isinstance(value, dict):
+        return {key: _anonymous(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_anonymous(x) for x in value]
+    return anonymous(value) if isinstance(value, str) else value
+
+
+def anonymous(text: str) -> str:
+    """A text in which a path is its last name, and the user and the machine have none."""
+    home = os.path.expanduser("~")
+    names = [os.environ.get(x, "") for x in ("USER", "LOGNAME", "USERNAME")]
+    for name in filter(None, (home, os.path.basename(home), *names, platform.node())):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "", text)
+    return re.sub(r"(?<![\w.])(?:[A-Za-z]:)?[\\/]+(?:[^\\/\s'\":;,()]+[\\/]+)*", "", text)

@@ -246,7 +246,7 @@ def on_gpu(load: LoadOptions) -> bool:
     """Whether a GPU of this machine holds layers."""
     from pyorch import engine
 
-    return engine.library().has_gpu and load.n_gpu_layers != 0
+    return bool(engine.library().gpu_devices()) and load.n_gpu_layers != 0
 
 
 def note_if_weights_exceed(file: GGUFFile, settings: Settings, load: LoadOptions) -> None:

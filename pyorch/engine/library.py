@@ -131,22 +131,18 @@ class Library:
         """The GPUs of this machine, without their memory."""
         return devices.listed(declare(self.lib._lib), self.workers)
 
-    @property
-    def has_gpu(self) -> bool:
-        """Whether a device of this machine may hold layers."""
-        return bool(self.gpu_devices())
-
     def check_gpu(self, n_gpu_layers: int | None, tensor_split: Sequence[float] = ()) -> None:
         """Refuse layers on a GPU, or shares of several, if this library has none.
 
         Raises:
             SparqError: it is a build for the CPU, or there is no device.
         """
-        if n_gpu_layers and not self.has_gpu:
+        has_gpu = bool(self.gpu_devices())
+        if n_gpu_layers and not has_gpu:
             what = f"{n_gpu_layers} layers cannot go to a GPU: this library has none"
             hint = "sparq-cpp doctor says why; with a device, sparq-cpp build --cuda or --vulkan"
             raise SparqError(what, hint, exit_code=2)
-        if tensor_split and not self.has_gpu:
+        if tensor_split and not has_gpu:
             what = "--tensor-split shares layers among machines, and there is only this one"
             hint = "--rpc HOST:PORT names the others"
             raise SparqError(what, hint, exit_code=2)

@@ -33,7 +33,7 @@ class Model:
         self.library, self.lib, self.file = library, library.lib, file
         self.handle: int | None = handle  # None once it is closed
         self.path, self.geometry, self.place = file.path, geometry(file), place
-        self.on_cpu = place.n_gpu_layers == 0 or not (place.workers or library.has_gpu)
+        self.on_cpu = place.n_gpu_layers == 0 or not (place.workers or library.gpu_devices())
         n_there = 0 if self.on_cpu or place.workers else place.n_gpu_layers
         self.on_gpu = layers_on_gpu(self.geometry.n_layer, n_there)
         self.n_away = place.n_away(not all(gpu.integrated for gpu in library.gpu_devices()))

@@ -298,6 +298,7 @@ def used() -> set[Path]:
         options = Options(**flags, cuda=has.get("cuda", ""))
         # what came with a wheel has a name of its own, and no more inputs than these
         want = inputs(options) if name == options.name else sources(options)
+        want.pop("nvcc", None)
         if all(has.get(key) == value for key, value in want.items()):
             folders |= {folder, _tree(has), paths.cache() / "python" / has["pin"][:12]}
     return folders

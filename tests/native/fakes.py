@@ -96,7 +96,7 @@ def use(folder: Path) -> None:
     cmake.tool = lambda name: str(folder / "bin" / name)
     cpu = probe.Probe((), (), {}, True)
     probe.probe = lambda compiler, native: cpu
-    smoke.fault = lambda folder: None  # what these builds make is no library
+    smoke.fault = lambda folder, gpu=False: None  # what these builds make is no library
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pyorch.cli import doctor
 from pyorch.native import build as native_build
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ def test_doctor_json(run: Run, native_lib_dir: Path, monkeypatch: pytest.MonkeyP
     assert facts["built"]["sparq"]["lib_dir"] == str(native_lib_dir)
     assert facts["built"]["sparq"]["stamp"] in native_lib_dir.name
     assert facts["toolchain"]["compiler"]
-    assert "cuda" in facts["off"] or facts["machine"]["gpu"]
 
 
 def test_doctor_on_a_bare_machine(run: Run, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +46,37 @@ def test_doctor_on_a_bare_machine(run: Run, world: Path, monkeypatch: pytest.Mon
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     assert "compiler: none" in out and "works: yes" not in out
+
+
+def test_report(
+    run: Run, native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file with what every device did, or how it failed. It names nobody and replaces none."""
+    monkeypatch.setitem(doctor.RUNS, "CPU, wrong", ("--top-k", "x"))
+    file = tmp_path / "report.json"
+    assert run("doctor", "--report", file).out.strip() == str(file)
+    facts = json.loads(text := file.read_text())
+    dense, sparse, wrong = (facts["runs"][f"CPU, {x}"] for x in ("dense", "sparse", "wrong"))
+    assert len(dense["tokens"]) == len(sparse["tokens"]) == doctor.N_TOKENS
+    assert sparse["attention"]["counters"]["calls_sparse"] > 0
+    assert wrong["failed"] and "--top-k" in wrong["notes"][0]
+    assert facts["built"]["works"] == "yes" and facts["built"]["used"] == native_lib_dir.name
+    assert str(native_lib_dir.parent) not in text and str(Path.home()) not in text
+    code, _, err = run("doctor", "--report", file)
+    assert code == 2 and str(file) in err and "hint" in err and file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/usr/bin/nvcc (release 13.0)", "nvcc (release 13.0)"),
+        ("at /home/Anna May/it/a.cu:3:1: ggml-org/llama.cpp", "at a.cu:3:1: ggml-org/llama.cpp"),
+        (r"C:\Users\anna\a.dll of anna on box7 by box77", "a.dll of  on  by box77"),
+        ("sparq,ratio=1/8", "sparq,ratio=1/8"),
+    ],
+)
+def test_report_names_nobody(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/Anna May")
+    monkeypatch.setenv("USER", "anna")
+    monkeypatch.setattr("platform.node", lambda: "box7")
+    assert doctor.anonymous(text) == shown

@@ -158,6 +158,7 @@ def test_build(world: Path, machine, run, monkeypatch: pytest.MonkeyPatch) -> No
     shutil.rmtree(more)
     machine(H100, nvcc="")
     assert native.find() == folder and native.gpus()[0].name == H100.name, "it needs no compiler"
+    assert folder in build.used(), "clean leaves it"
     facts = json.loads(run("doctor", "--json")[1])["built"]
     assert facts["used"] == folder.name and facts[with_cuda.name]["lib_dir"] == str(folder)
 

@@ -173,7 +173,7 @@ def faults(world: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     cpu = probe.Probe(("avx2", "amx"), (), {}, True)
     monkeypatch.setattr(probe, "probe", lambda compiler, native: cpu)
 
-    def fault(folder: Path) -> smoke.Fault | None:
+    def fault(folder: Path, gpu: bool = False) -> smoke.Fault | None:
         options = folder / "../../options"  # a finished build has none: as of another machine
         text = options.read_text() if options.exists() else ""
         return next((x for f in of_library if (x := f(text))), None)
