@@ -1,11 +1,12 @@
-"""One run on devices that are not there (fake_device.cpp): prefill, then decode 40 tokens.
+"""One run on devices that are not there (fake_device.cpp), or with LIBRARY "" on those that are:
+prefill, then decode 40 tokens.
 
     python placed.py MODEL LIBRARY JSON
 
 JSON: spec, and n_gpu_layers, offload_kqv, type_k, type_v, n_seq, reseal, reopen (the prompt as a
 document), refused (why the spec is). Runs on the stock library too, with the spec "". Prints one
 line of JSON: what `llama_get_sparse_attn_info` says, nodes run by each device, what was copied for
-the last token (with GGML_SCHED_DEBUG=1), a hash of the logits' bits.
+the last token (with GGML_SCHED_DEBUG=1), its logits, a hash of the bits of all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
     spec, n_gpu_layers = options.pop("spec"), options.pop("n_gpu_layers", 0)
     n_seq, reseal = options.get("n_seq", 1), options.pop("reseal", False)
     refused, reopened = options.pop("refused", ""), options.pop("reopen", False)
-    count = load_devices(library)
+    count = load_devices(library) if library else None
     rng = np.random.default_rng(7)
     logits = []
     with (
@@ -64,10 +65,10 @@ def main() -> None:
             assert ctx.info()["counters"]["bytes_read"] == 0
     bits = np.array(logits)
     assert np.isfinite(bits).all()
-    n_devices = int(os.environ["FAKE_DEVICES"])
-    nodes = [{name: count(dev, op) for op, name in enumerate(STEPS)} for dev in range(n_devices)]
+    fakes = range(int(os.environ["FAKE_DEVICES"])) if count else ()
+    nodes = [{name: count(dev, op) for op, name in enumerate(STEPS)} for dev in fakes]
     result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
-    result["crossed"] = crossed(log)
+    result |= {"crossed": crossed(log), "logits": logits[-1].tolist()}
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
 
 

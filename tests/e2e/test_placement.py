@@ -1,7 +1,7 @@
 """Where attention runs when K and V lie in a device's memory, on devices that are not there.
 
 fake_device.cpp: "GPUs" computed by the CPU backend, whose memory the CPU backend cannot touch. So
-every run must give the very bits of the run on the CPU, or crash.
+every run must give the very bits of the run on the CPU, or crash. A GPU by Vulkan rounds otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 import tiny as tiny_models
 from cases import GROUP
 from llama import Context, Model, environment, from_child
+from on_vulkan import needs_stock_vulkan, needs_vulkan
 from quick import pairwise
 
 HERE = Path(__file__).parent
@@ -34,8 +35,13 @@ def fake(tmp_path_factory: pytest.TempPathFactory, native_lib_dir: Path) -> Path
 
 @pytest.fixture(scope="module")
 def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
-    """run(spec, n_gpu_layers, variables of the fake devices, architecture, other options of
-    placed.py, or with `order` of beside.py)."""
+    """run(spec, n_gpu_layers, variables of the fake devices, architecture, whether on Vulkan's in
+    their place, whether stock; other options of placed.py, or with `order` of beside.py)."""
+
+    @functools.cache
+    def fake_of_stock() -> Path:
+        folder = Path(environment(stock=True)["LLAMA_CPP_LIB_PATH"])
+        return fake_device.build(tmp_path_factory.mktemp("stock"), folder)
 
     @functools.cache
     def made(arch: str) -> Path:
@@ -44,14 +50,21 @@ def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
 
     @functools.cache
     def go(
-        spec: str, n_gpu_layers: int, variables: str = "", arch: str = "llama", **options: Any
+        spec: str,
+        n_gpu_layers: int,
+        variables: str = "",
+        arch: str = "llama",
+        vulkan: bool = False,
+        stock: bool = False,
+        **options: Any,
     ) -> dict[str, Any]:
         model = made(arch)
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
         more = {"FAKE_DEVICES": "2", "FAKE_POISON": "1"}
         more |= dict(item.split("=") for item in variables.split())
         script = HERE / ("beside.py" if "order" in options else "placed.py")
-        return from_child(script, model, fake, text, **more)
+        library = "" if vulkan else fake_of_stock() if stock else fake
+        return from_child(script, model, library, text, stock=stock, **more)
 
     return go
 
@@ -132,6 +145,18 @@ def test_kv_in_memory(name: str, run) -> None:
     assert counters["calls_prefill"] > 0 and "prefill" not in counters["stock_reasons"]
 
 
+@needs_vulkan
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_kv_in_memory_beside_vulkan(name: str, run) -> None:
+    """The same account, and logits that differ by what the device rounds otherwise."""
+    spec, options = IN_MEMORY[name]
+    options = {"vulkan": True, "offload_kqv": False, **options}
+    got, want, off = run(spec, ALL, **options), run(spec, 0, **options), run("off", 0, **options)
+    assert_same(got | {"bits": ""}, want | {"bits": ""})
+    near, far = (np.abs(np.subtract(want["logits"], x["logits"])).max() for x in (got, off))
+    assert 0 < near < 0.01 and (far > 10 * near or spec == "dense")
+
+
 @pytest.mark.parametrize("name", [name for name in IN_MEMORY if name not in ("lfm2", "gemma3")])
 def test_kv_of_some_layers_in_memory(name: str, run) -> None:
     """The first and the last layer attend on the CPU, and the other one on its device."""
@@ -197,15 +222,24 @@ def test_recurrent_states_stay_on_the_device(run) -> None:
     assert len(none) < len(all_of_it)
 
 
+@pytest.mark.parametrize(
+    "vulkan", [False, pytest.param(True, marks=needs_stock_vulkan, id="Vulkan")]
+)
 @pytest.mark.parametrize("types", [{}, {"type_k": "q8_0", "type_v": "q8_0"}], ids=["f16", "q8_0"])
-def test_off_with_kv_in_memory_is_stock(types: dict[str, str], run, tmp_path: Path) -> None:
+def test_off_with_kv_in_memory_is_stock(types: dict[str, str], vulkan: bool, run) -> None:
     """The promise of `off`, with the same -nkvo, each library with devices of its own."""
-    model = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=N_LAYER)
-    text = json.dumps({"spec": "", "n_gpu_layers": ALL, "offload_kqv": False, **types})
-    fake = fake_device.build(tmp_path, Path(environment(stock=True)["LLAMA_CPP_LIB_PATH"]))
-    stock = from_child(HERE / "placed.py", model, fake, text, stock=True, FAKE_DEVICES="2")
-    assert stock["info"] == {}
-    assert run("off", ALL, offload_kqv=False, **types)["bits"] == stock["bits"]
+    options = {"offload_kqv": False, "vulkan": vulkan, **types}
+    stock = run("", ALL, stock=True, **options)
+    assert stock["info"] == {} and run("off", ALL, **options)["bits"] == stock["bits"]
+
+
+@needs_stock_vulkan
+def test_off_with_kv_on_vulkan_is_stock(run) -> None:
+    stock, ours, in_memory = (
+        run("off" * (not stock), ALL, stock=stock, vulkan=True, offload_kqv=offload)["bits"]
+        for stock, offload in ((True, True), (False, True), (False, False))
+    )
+    assert ours == stock != in_memory, "the device attends"
 
 
 COUNTED = "GGML_SCHED_DEBUG=1 LLAMA_GRAPH_REUSE_DISABLE=1"
@@ -351,12 +385,12 @@ def fitted(fake: Path, tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("m") / "m.gguf"
     model = tiny_models.write(path, "llama", n_layer=6, n_ctx=8192)
 
-    def go(n_bytes: float, **options: Any) -> dict[str, Any]:
+    def go(n_bytes: float, vulkan: bool = False, **options: Any) -> dict[str, Any]:
         text, size = json.dumps({**FITTED, **options}), str(int(GIB + n_bytes))
         more = {"FAKE_DEVICES": "2", "FAKE_MEMORY": size}
         if "rates" in options:
             more |= {"FAKE_NAME": "Vulkan", "FAKE_REFUSE": "1"}
-        return from_child(HERE / "fitted.py", model, fake, text, **more)
+        return from_child(HERE / "fitted.py", model, "" if vulkan else fake, text, **more)
 
     return go
 
@@ -385,13 +419,19 @@ def test_what_insists(fitted) -> None:
     assert fitted(0, n_gpu_layers=0)["in_memory"] == []
 
 
-def test_devices_without_our_kernels(fitted) -> None:
-    """K and V lie in memory where a token gains by it; otherwise attention is dense."""
-    asked, gained = fitted(GIB, kv_offload=False), fitted(GIB, rates=[1e9, 1e10, 0])
+@pytest.mark.parametrize("vulkan", [False, pytest.param(True, marks=needs_vulkan, id="Vulkan")])
+def test_devices_without_our_kernels(vulkan: bool, fitted) -> None:
+    """K and V lie in memory where a token gains by it; otherwise attention is dense. With -ngl 0
+    nothing is there, and no prompt goes there."""
+    options = {"vulkan": vulkan, "type_k": "f32", "type_v": "f32"}
+    here, asked = fitted(GIB, n_gpu_layers=0, **options), fitted(GIB, kv_offload=False, **options)
+    gained, left = (fitted(GIB, rates=[x, 1e10, 0], **options) for x in (1e9, 1e13))
     assert gained["in_memory"] == [*range(6)] and gained["tokens"] == asked["tokens"]
+    assert gained["sparse"] == asked["sparse"] == here["sparse"] == 6 * N_REPLY
     assert "6 of 6" in gained["said"] and not asked["said"]
-    left = fitted(GIB, rates=[1e13, 1e10, 0])
-    assert left["in_memory"] == [] and left["said"].count("\n") == 1 and sum(left["attend"]) == 0
+    assert left["in_memory"] == [] and left["said"].count("\n") == 1 and left["sparse"] == 0
+    used = [f"{'Vulkan' if vulkan else 'FAKE'}0 compute buffer" in x["log"] for x in (here, asked)]
+    assert used == [False, True]
 
 
 def test_a_document_is_mapped_into_what_stays_in_memory(fitted, tmp_path: Path) -> None:
