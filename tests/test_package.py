@@ -215,7 +215,7 @@ def test_the_wheel_with_cuda_needs_no_gpu(tmp_path: Path) -> None:
 
 PRETEND = """
 from pyorch.native import carried, carried_cuda, cuda
-cuda.devices = lambda: ((cuda.Device("90", "one that is not there"),), "")
+cuda.devices = lambda: ((cuda.Device("one that is not there", 0, arch="90"),), "")
 print(carried_cuda.find(carried.find_cpu())[1])
 """
 

@@ -79,8 +79,7 @@ def gpus() -> list[Device]:
     backends = build.backends(folder) if folder else ["cuda"] * bool(cuda.find_nvcc())
     if "cuda" not in backends:
         return devices.of_library(folder) if folder and backends else []
-    listed = cuda.devices()[0] if cuda.is_preferred() else ()
-    return [devices.Device(x.name, x.memory, integrated=x.integrated) for x in listed]
+    return [*cuda.devices()[0]] if cuda.is_preferred() else []
 
 
 def has_gpu_memory() -> bool:

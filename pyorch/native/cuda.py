@@ -20,6 +20,7 @@ from pathlib import Path
 from pyorch import children
 from pyorch.errors import SparqError
 from pyorch.native import probe
+from pyorch.native.devices import Device
 
 ARCHS = ("75", "80", "86", "89", "90", "100", "120")  # sm_75: Turing ... sm_120: Blackwell
 RELEASES = ("12", "13")
@@ -58,14 +59,6 @@ int main(int n, char **) {
     return cublasCreate(&handle) == CUBLAS_STATUS_SUCCESS ? 0 : 4;
 }
 """
-
-
-@dataclass(frozen=True)
-class Device:
-    arch: str  # compute capability, "90" for 9.0
-    name: str
-    memory: int = 0  # bytes
-    integrated: bool = False  # they are main memory
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ def devices() -> tuple[tuple[Device, ...], str]:
     if done.returncode != 0 or not rows:
         reason = (done.stderr.strip().splitlines() or ["the driver lists none"])[-1]
         return (), f"no CUDA device: {reason}"
-    return tuple(Device(arch, name, int(n), kind == "1") for arch, name, n, kind in rows), ""
+    return tuple(Device(x[1], int(x[2]), 0, x[3] == "1", arch=x[0]) for x in rows), ""
 
 
 def is_preferred() -> bool:

@@ -23,7 +23,7 @@ _LACKING = ("Vulkan", "MTL", "ROCm", "MUSA")  # backends without our kernels
 @dataclass(frozen=True)
 class Device:
     """A GPU. Memory is in bytes; free: what nobody has, when it was asked; integrated: it is main
-    memory; backend: as ggml calls it; pointer: ggml's."""
+    memory; backend: as ggml calls it; pointer: ggml's; arch: of CUDA, 90 for 9.0."""
 
     name: str
     memory: int
@@ -31,6 +31,7 @@ class Device:
     integrated: bool = False
     backend: str = "CUDA"
     pointer: int = 0
+    arch: str = ""
 
     @property
     def kernels(self) -> bool:

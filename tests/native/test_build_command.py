@@ -52,7 +52,7 @@ def test_report(
     run: Run, native_lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file with what every device did, or how it failed. It names nobody and replaces none."""
-    monkeypatch.setitem(doctor.RUNS, "CPU, wrong", ("--top-k", "x"))
+    monkeypatch.setitem(doctor.RUNS, "CPU, wrong", "--top-k x")
     file = tmp_path / "report.json"
     assert run("doctor", "--report", file).out.strip() == str(file)
     facts = json.loads(text := file.read_text())

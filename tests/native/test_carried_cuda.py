@@ -17,11 +17,12 @@ from pyorch import native
 from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.native import build, carried, carried_cuda, cuda, probe, smoke
+from pyorch.native.devices import Device
 
 if TYPE_CHECKING:
     from conftest import Run
 
-H100, RTX = cuda.Device("90", "NVIDIA H100"), cuda.Device("75", "RTX 2080")
+H100, RTX = Device("NVIDIA H100", 0, arch="90"), Device("RTX 2080", 0, arch="75")
 CUBLAS = "packages/nvidia/cu13/lib/libcublas.so.13"
 
 

@@ -13,8 +13,9 @@ from fakes import write
 from pyorch import native
 from pyorch.errors import SparqError
 from pyorch.native import build, cuda, probe
+from pyorch.native.devices import Device
 
-H100 = cuda.Device("90", "NVIDIA H100")
+H100 = Device("NVIDIA H100", 0, arch="90")
 TOOLKIT = cuda.Toolkit(
     "/opt/cuda/bin/nvcc", "13.0", ("/i",), ("/l",), {"cublas": "/l/libcublas.so"}
 )
@@ -26,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.delenv("SPARQ_CUDA", raising=False)  # `make test` sets it
 
-    def pretend(*devices: cuda.Device, nvcc: str = "/opt/cuda/bin/nvcc") -> None:
+    def pretend(*devices: Device, nvcc: str = "/opt/cuda/bin/nvcc") -> None:
         monkeypatch.setattr(cuda, "devices", lambda: (devices, "" if devices else "none here"))
         monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
         monkeypatch.setattr(cuda, "release", lambda nvcc: "13.0")
@@ -64,8 +65,8 @@ def test_devices_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     monkeypatch.setattr(cuda.Path, "exists", lambda path: True)
     devices, why = cuda.devices.__wrapped__()
-    assert (devices[0], why) == (cuda.Device("80", "GPU 0", 5 << 30), "")
-    assert devices[1] == cuda.Device("90", "GPU 1", 6 << 30, True) and len(devices) == 2
+    assert (devices[0], why) == (Device("GPU 0", 5 << 30, arch="80"), "")
+    assert devices[1] == Device("GPU 1", 6 << 30, 0, True, arch="90") and len(devices) == 2
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_devices_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.Mon
         ("all", (H100,), "75;80;86;89;90;100;120"),
         ("80,90", (), "80;90"),
         ("native", (H100, H100), "90"),
-        ("native", (cuda.Device("87", "Orin"),), "87"),  # not on the list, but here
+        ("native", (Device("Orin", 0, arch="87"),), "87"),  # not on the list, but here
     ],
 )
 def test_archs(text: str | None, devices: tuple, expected: str, machine) -> None:
