@@ -1,9 +1,8 @@
 """The library that came with the wheel, in `pyorch/_built`; `pyorch/native/wheel.py` makes it.
 
-It has the backend of the CPU many times, once for each set of instructions. When the wheel is first
-used on a machine, the variant that llama.cpp gives the highest score goes to `lib/` of the cache,
-with the other libraries, the tools and the bindings: the same as after a build made here. Before
-that it is run (smoke.py), and one that does not work is passed over.
+It has the backend of the CPU once for each set of instructions. What llama.cpp gives the
+highest score, and that works (smoke.py), goes to `lib/` of the cache at the first use, with the
+other libraries, the tools and the bindings: the same as after a build made here.
 """
 
 from __future__ import annotations

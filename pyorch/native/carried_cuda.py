@@ -1,10 +1,9 @@
 """CUDA from the package `sparq-cpp-cuda`, beside the library that came with the wheel.
 
-The package has the backend and a libggml that is linked with it, of the same sources;
-`pyorch/native/cuda_wheel.py` makes it. Where there is a GPU for it, a second folder of the cache
-gets the libraries and tools of the CPU with that libggml, and links to the backend and to NVIDIA's
-libraries, which lie in this environment. Where it cannot be used, each command says why, and the
-CPU's folder is used.
+The package has the backend and a libggml that is linked with it (cuda_wheel.py makes it). Where
+there is a GPU for it, a second folder of the cache gets the CPU's libraries and tools with that
+libggml, and links to the backend and to NVIDIA's libraries in this environment. Where it cannot be
+used, each command says why.
 """
 
 from __future__ import annotations

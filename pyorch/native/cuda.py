@@ -1,9 +1,5 @@
-"""CUDA on this machine: the compiler, its libraries and the devices, found out by using them.
-
-A toolkit counts when a program compiled with it links with cuBLAS and, where there is a device,
-runs on it. Headers and libraries that the toolkit lacks are taken from NVIDIA's Python packages
-(`nvidia-cublas`, `nvidia-cuda-cccl`, ...), if this Python has them.
-"""
+"""CUDA on this machine: a toolkit whose program links with cuBLAS and runs on the devices, if there
+are any. What it lacks comes from NVIDIA's Python packages (`nvidia-cublas`, `nvidia-cuda-cccl`)."""
 
 from __future__ import annotations
 

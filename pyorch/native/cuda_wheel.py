@@ -1,12 +1,10 @@
 """Makes the wheel of the package `sparq-cpp-cuda`: `make wheel-cuda`.
 
-It adds to the wheel for Linux on x86-64 what a build with CUDA has more: the backend, and a libggml
-that is linked with it (`pyorch/native/carried_cuda.py` uses both). cuBLAS and the CUDA runtime come
-from NVIDIA's own packages.
+It adds to the wheel for Linux on x86-64 the backend and a libggml that is linked with it (used by
+carried_cuda.py). cuBLAS and the CUDA runtime come from NVIDIA's own packages.
 
 nvcc takes no C++ library but GCC's, so GCC compiles what runs on the host. Zig links it, for the
-glibc of the other wheel, with GCC's library inside, of which nobody sees anything: between the
-backend and the rest there are calls of C only.
+glibc of the other wheel, with GCC's library inside, which nobody sees: only C crosses the border.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What this machine can compile and run, found by trying.
 
-`cpuid` is not to be trusted: some cloud machines report AMX and kill the process at its first tile
-instruction. So each instruction set that `-march=native` would use is executed once, in a child
-process.
+Some cloud machines report AMX and kill the process at its first tile instruction. So each
+instruction set that `-march=native` would use is executed once, in a child process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Runs what was built: small products of every type of weights and our attention, against plain
-numbers.
+numbers, since a compiler may make wrong code of llama.cpp's kernels.
 
-The probe runs instructions one by one, and a compiler may still make wrong code of llama.cpp's
-kernels. So after each build a child process multiplies, on two threads, with one token and with
-many, weights that llama.cpp keeps as they are and weights that it repacks. It says what it is about
-to do, so that its last words name what killed it.
+A child process multiplies, on two threads, with one token and with many, weights as they are and
+repacked. It says what it is about to do, so that its last words name what killed it.
 """
 
 from __future__ import annotations

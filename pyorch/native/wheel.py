@@ -5,11 +5,10 @@ the libraries, the tools and the bindings. Only the backend of the CPU is there 
 each set of instructions (llama.cpp's GGML_CPU_ALL_VARIANTS); `pyorch/native/carried.py` takes the
 best that works when the wheel is first used.
 
-The compiler is the Clang of the package `ziglang`, which links for any version of glibc. Its C++
-library would be linked into each of our libraries by itself, and an exception that one of them
-throws would not be caught in another, since each had types of its own. So we compile one shared
-library from the sources that come with it. Its symbols have a version, on macOS a namespace, so
-that a process may have the system's C++ library too.
+The compiler is the Clang of the package `ziglang`, which links for any version of glibc. If each of
+our libraries had its C++ library inside, one would not catch what another throws. So we compile a
+shared one from its sources. Its symbols have a version, on macOS a namespace, so that a process may
+have the system's C++ library too.
 """
 
 from __future__ import annotations
