@@ -102,6 +102,7 @@ def _toolchain() -> tuple[Facts, Facts]:
         off |= probed.off
         off["cuda"] = cuda.toolkit(compiler)[1] or cuda.devices()[1]
         off["vulkan"] = cmake.why_not_vulkan()
+        facts["vulkan"] = "" if off["vulkan"] else "half an hour to build with one compiler"
         off["metal"] = "sparq-cpp build --metal was never tried" if sys.platform == "darwin" else ""
     except SparqError as error:
         off["build"] = error.message

@@ -9,14 +9,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import os
 import re
 import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -175,20 +173,16 @@ class Library:
 def gpus(
     library: Library, spec: AttentionSpec | None, n_threads: int
 ) -> tuple[list[Device], Rates | None]:
-    """Those that llama.cpp puts layers on: the ones with memory of their own, if there are any.
-    `SPARQ_GPU_LIMIT` (bytes) is free at most on each. The rates decide where K and V lie, those of
-    the first GPU for all; None if our kernels run there, or attention reads everything.
+    """Those that llama.cpp puts layers on: the ones with memory of their own, if there are any. The
+    rates decide where K and V lie, those of the first GPU for all; None if our kernels run there,
+    or attention reads everything.
 
     Raises:
-        SparqError: the variable is no number, or so many threads cannot be measured.
+        SparqError: so many threads cannot be measured.
     """
-    limit = os.environ.get("SPARQ_GPU_LIMIT") or str(2**63)
-    if not limit.isdecimal():
-        raise SparqError(f"SPARQ_GPU_LIMIT is {limit!r}", "it is a number of bytes", 2)
     found, ggml = library.gpu_devices(), declare(library.lib._lib)
     found = [gpu for gpu in found if not gpu.integrated] or found
     found = [devices.with_memory(ggml, gpu) for gpu in found]
-    found = [replace(gpu, free=min(gpu.free, int(limit))) for gpu in found]
     if not (spec and spec.sparse) or all(gpu.kernels for gpu in found):
         return found, None
     return found, bandwidth.beside_gpu(ggml, found[0], n_threads)

@@ -223,24 +223,16 @@ def test_recurrent_states_stay_on_the_device(run) -> None:
     assert len(none) < len(all_of_it)
 
 
-@pytest.mark.parametrize(
-    "vulkan", [False, pytest.param(True, marks=needs_stock_vulkan, id="Vulkan")]
-)
+STOCK_VULKAN = [pytest.param(True, x, marks=needs_stock_vulkan, id=f"Vulkan-{x}") for x in (0, 1)]
+
+
+@pytest.mark.parametrize(("vulkan", "offload_kqv"), [(False, False), *STOCK_VULKAN])
 @pytest.mark.parametrize("types", [{}, {"type_k": "q8_0", "type_v": "q8_0"}], ids=["f16", "q8_0"])
-def test_off_with_kv_in_memory_is_stock(types: dict[str, str], vulkan: bool, run) -> None:
-    """The promise of `off`, with the same -nkvo, each library with devices of its own."""
-    options = {"offload_kqv": False, "vulkan": vulkan, **types}
+def test_off_is_stock(types: dict[str, str], vulkan: bool, offload_kqv: bool, run) -> None:
+    """The promise of `off`, with the same -nkvo or -kvo, each library with devices of its own."""
+    options = {"vulkan": vulkan, "offload_kqv": bool(offload_kqv), **types}
     stock = run("", ALL, stock=True, **options)
     assert stock["info"] == {} and run("off", ALL, **options)["bits"] == stock["bits"]
-
-
-@needs_stock_vulkan
-def test_off_with_kv_on_vulkan_is_stock(run) -> None:
-    stock, ours, in_memory = (
-        run("off" * (not stock), ALL, stock=stock, vulkan=True, offload_kqv=offload)["bits"]
-        for stock, offload in ((True, True), (False, True), (False, False))
-    )
-    assert ours == stock != in_memory, "the device attends"
 
 
 COUNTED = "GGML_SCHED_DEBUG=1 LLAMA_GRAPH_REUSE_DISABLE=1"
