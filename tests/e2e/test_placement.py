@@ -59,7 +59,7 @@ def run(fake: Path, tmp_path_factory: pytest.TempPathFactory):
         **options: Any,
     ) -> dict[str, Any]:
         model = made(arch)
-        options |= {"n_ubatch": 1} if vulkan else {}  # shaders of batches compile for a minute
+        options |= {"n_ubatch": 16} if vulkan else {}  # shaders of more compile for a minute
         text = json.dumps({"spec": spec, "n_gpu_layers": n_gpu_layers, **options})
         more = {"FAKE_DEVICES": "2", "FAKE_POISON": "1"}
         more |= dict(item.split("=") for item in variables.split())
@@ -151,11 +151,12 @@ def test_kv_in_memory(name: str, run) -> None:
 def test_kv_in_memory_beside_vulkan(name: str, run) -> None:
     """The same account, and logits that differ by what the device rounds otherwise."""
     spec, options = IN_MEMORY[name]
+    spec = spec.replace("rank", "shadow=f16,rank")  # codes share a scale with other sequences
     options = {"vulkan": True, "offload_kqv": False, **options}
     got, want, off = run(spec, ALL, **options), run(spec, 0, **options), run("off", 0, **options)
     assert_same(got | {"bits": ""}, want | {"bits": ""})
-    near, far = (np.abs(np.subtract(want["logits"], x["logits"])).max() for x in (got, off))
-    assert 0 < near < 0.15 and (far > 10 * near or spec == "dense")
+    near, far = (np.median(np.abs(np.subtract(want["logits"], x["logits"]))) for x in (got, off))
+    assert 0 < near < 0.1 and (far > 5 * near or spec == "dense")
 
 
 @pytest.mark.parametrize("name", [name for name in IN_MEMORY if name not in ("lfm2", "gemma3")])

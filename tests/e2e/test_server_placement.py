@@ -32,8 +32,8 @@ def device(
     return str(request.param)
 
 
-# Vulkan's shaders for several tokens compile for a minute
-BATCH = {"FAKE0": ("-b", 64, "-ub", 64), "Vulkan0": ("-b", 64, "-ub", 1)}
+# Vulkan's shaders for many tokens compile for a minute; with fewer tokens than slots it crashes
+BATCH = {"FAKE0": ("-ub", 64), "Vulkan0": ("-ub", 16)}
 F32 = ("-ctk", "f32", "-ctv", "f32")  # rounded, K would make more of the last bits of Vulkan's
 PLACES = ((("-ngl", 0), ""), (("-nkvo",), ""), ((), "1"))  # options, and layers in memory
 
@@ -50,8 +50,9 @@ def test_slots_with_kv_in_memory(
     in memory, and with those of one layer. Together as many calls are sparse; llama.cpp reads
     their prompts then, and rounds otherwise in other batches, so the texts may differ."""
     spec = f"{SERVERS},gpu_min_mb=0"
-    line = ("-m", tiny, "-t", 1, "-np", N_SLOT, "-c", 4096, "-lv", 4, *BATCH[device], *F32)
+    line = ("-m", tiny, "-t", 1, "-np", N_SLOT, "-c", 4096, "-b", 64, "-lv", 4, *F32)
     line += ("--no-kv-unified", "--fit", "off", "--sparse-attn", spec, "--device", device)
+    line += BATCH[device]
     found = []
     for more, in_memory in places(device):
         monkeypatch.setenv("SPARQ_KV_IN_MEMORY", in_memory)
@@ -62,8 +63,9 @@ def test_slots_with_kv_in_memory(
         layers = f"offloaded {0 if '-ngl' in more else N_LAYER + 1}/{N_LAYER + 1} layers to GPU"
         said = log.read_text(errors="replace")
         assert layers in said and (f"{device} KV buffer size" in said) == (in_memory == "1")
-        found.append([x["content"] for x in alone])
-        assert all(len(text) > 10 for text in found[-1])
+        n_same = None if device == "FAKE0" else 4  # Vulkan rounds otherwise
+        found.append([x["content"][:n_same] for x in alone])
+        assert all(len(x["content"]) > 10 for x in alone)
         for one, other in zip(alone, together, strict=True):
             a, b = (x["timings"]["sparse_attn"] for x in (one, other))
             assert a["calls_sparse"] == b["calls_sparse"]
