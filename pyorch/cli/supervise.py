@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import signal
 import socket
@@ -26,16 +25,6 @@ GRACE_S = children.GRACE_S
 KEPT_LINES = 200  # of the log, for the reason of a death
 LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in one
 
-# What the child runs before it becomes the server: where there is prctl, the system kills it when
-# we are gone. `preexec_fn` runs Python between fork and exec, which may hang beside threads.
-_BOUND = """
-import ctypes, os, sys
-prctl = getattr(ctypes.CDLL(None), "prctl", None)
-if prctl:
-    prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 _LINE = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?(.*)")  # 0.00.009.528 E text
 _PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh|m):\d+: ")  # in the source
 # of these, a place in the source begins what ggml_abort() says, whatever that is
@@ -94,16 +83,13 @@ class Child:
         for number in system.ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 self._handlers[number] = signal.signal(number, self._on_signal)
-        bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())]
-        if system.IS_WINDOWS:
-            bound = []
         env = dict(self._env)
         if not self._show:
             # llama.cpp would call a debugger before it aborts, which takes seconds and says much
             env.setdefault("GGML_NO_BACKTRACE", "1")
         try:
             self._process = subprocess.Popen(
-                [*bound, *self._argv],
+                children.bound(self._argv),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -175,7 +175,7 @@ class Process:
         # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
         with system.no_interrupt():
             self.process = subprocess.Popen(
-                children.python("pyorch.measure.process", *["--stock"] * stock),
+                children.bound(children.python("pyorch.measure.process", *["--stock"] * stock)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
-import platform
 import re
 import shlex
 import signal
@@ -26,7 +25,7 @@ from typing import Any
 
 import pytest
 import tiny as tiny_models
-from server import answered
+from server import answered, gone
 from tiny import CHATML, write_tiny_gguf
 
 from pyorch import native
@@ -160,20 +159,6 @@ def standin(tmp_path: Path, tiny: Path) -> Callable[..., Any]:
     return run
 
 
-def gone(pid: int) -> bool:
-    """Whether no process has this id, a moment later at most."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        with suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            state = Path(f"/proc/{pid}/stat")
-            if not (state.is_file() and state.read_text().split(") ")[1].startswith("Z")):
-                time.sleep(0.02)
-                continue
-        return True
-    return False
-
-
 def after(line: list[str], name: str) -> str:
     return line[line.index(name) + 1]
 
@@ -286,19 +271,6 @@ def test_a_file_of_options_is_not_read(standin: Any, tmp_path: Path) -> None:
     with standin("", XDG_CONFIG_HOME=str(tmp_path)) as running:
         assert str(file) in running.until_ready().said
         assert "SPARQ_NO_CONFIG" in standin.started()["env"]
-
-
-@pytest.mark.skipif(platform.system() != "Linux", reason="there is no prctl")
-def test_it_goes_when_we_are_killed(standin: Any) -> None:
-    with standin("deaf", GRACE_S="0.5") as running:
-        running.until_ready()
-        pid = standin.started()["pid"]
-        running.process.kill()
-        try:
-            assert gone(pid)
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def test_replies_that_were_all_exact_are_told(standin: Any) -> None:
