@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import re
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import click
 
@@ -77,12 +75,10 @@ class Child:
         self._log: deque[str] = deque(maxlen=KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[int, Any] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> Child:
-        for number in system.ENDING:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                self._handlers[number] = signal.signal(number, self._on_signal)
+        self._handlers.enter_context(system.handled(self._on_signal, system.ENDING))
         env = dict(self._env)
         if not self._show:
             # llama.cpp would call a debugger before it aborts, which takes seconds and says much
@@ -98,7 +94,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C in a terminal comes to us alone
             )
         except BaseException:
-            self._give_back_signals()
+            self._handlers.close()
             raise
         self._reader.start()
         if self.was_stopped:  # while it was started
@@ -109,7 +105,7 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()  # an error of ours: there is nobody to look after it
         self._wait()
-        self._give_back_signals()
+        self._handlers.close()
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -163,10 +159,6 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             self.killed = why
             self._process.kill()
-
-    def _give_back_signals(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def _wait(self) -> None:
         """Wait for the end of the process, then of its log, which a child of its own may hold."""

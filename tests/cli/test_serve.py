@@ -28,7 +28,6 @@ import tiny as tiny_models
 from server import answered, gone
 from tiny import CHATML, write_tiny_gguf
 
-from pyorch import native
 from pyorch.cli.serve import Account
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -360,19 +359,6 @@ def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Pa
         running.until_ready()
     with standin("", *ctx, "--", "--swa-full", **room) as running:
         assert running.rest() == 1 and "for the cache" in running.said
-
-
-def test_a_document_in_other_types_is_refused(
-    run: Callable[..., Any], tiny: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """It was said to be used, and then every prompt was read."""
-    (text := tmp_path / "night.txt").write_text("It was a dark night. ")
-    done = run("read", text, "-m", tiny, "--plain", "-o", out := tmp_path / "night.kv")
-    assert done.code == 0, done.err
-    monkeypatch.setattr(native, "built", lambda **_: Path())
-    result = run("serve", "-m", tiny, "--port", 0, "--document", out, "-ctk", "q8_0")
-    assert result.code == 1 and "f16/f16" in result.err and "q8_0/f16" in result.err
-    assert "hint: --cache-type-k f16" in result.err
 
 
 # ---- the real one ----

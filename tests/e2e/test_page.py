@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from server import answered, serving
+from test_served_documents import read
 
-from pyorch import engine
 from pyorch.cli.served_documents import passed_on
-from pyorch.engine.chat_template import ChatTemplate
 from pyorch.models.gguf_file import read_gguf
 from pyorch.native import page
 
@@ -44,13 +43,11 @@ def test_a_message_about_a_document_is_answered_with_sparse_attention(
     server_dir: Path, tiny_chat: Path, tmp_path: Path, browser: Any
 ) -> None:
     """The text is pasted, and not read again; nothing is loaded from elsewhere."""
-    text, spec = "It was a dark night. " * 160, "sparq,rank=8,topk=40,min_ctx=0"
-    with engine.load(tiny_chat, n_ctx=4096, n_threads=1, attention=spec) as s:
-        reading, path = engine.Reading("book", text, "chat"), tmp_path / "book.kv"
-        document = engine.read_document(s, path, reading, ChatTemplate(s))
+    text = "It was a dark night. " * 160
+    document = read(tiny_chat, tmp_path / "book.kv", text)
     options, env = passed_on(read_gguf(tiny_chat), [document], (), tmp_path)
     line = ("-m", tiny_chat, "-t", 1, "-np", 1, "-c", 4096, "-n", 32, "--metrics", *options)
-    line += ("--path", page.find(), "--sparse-attn", spec)
+    line += ("--path", page.find(), "--sparse-attn", "sparq,rank=8,topk=40,min_ctx=0")
     with serving(server_dir, tmp_path / "log", *line, **env) as url:
         browser.implicitly_wait(60)
         browser.get(url)
