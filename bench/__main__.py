@@ -15,7 +15,6 @@ MEASUREMENTS = {
     "serving": "bench.users.serving:MEASUREMENT",
     "gpu_attention": "bench.gpu.kernels:MEASUREMENT",
     "gpu_tokens": "bench.gpu.tokens:MEASUREMENT",
-    "gpu_in_memory": "bench.gpu.in_memory:MEASUREMENT",
 }
 OTHERS = {
     "ablations": "bench.papers.ablations:command",

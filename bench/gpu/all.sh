@@ -76,11 +76,10 @@ step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
 step attention 1800 "$python" -m bench gpu_attention
 step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
 step tokens 1800 "$python" -m bench gpu_tokens
-step in-memory 170 "$python" -m bench gpu_in_memory
-step in-memory-part 100 "$python" -m bench gpu_in_memory --card 24
-# threads that wait for the device's part of a layer without sleeping; its records are not those of the case
-step in-memory-spin 100 env GOMP_SPINCOUNT=1000000 "$python" -m bench gpu_in_memory -fa 1 -a sparq,ratio=1/32,gpu_min_mb=0 --out gpu-all.spin
-step in-memory-long 170 "$python" -m bench gpu_in_memory -d 524288 -ct q8_0 -a sparq,ratio=1/32,gpu_min_mb=0
-step cores 300 "$python" -m bench gpu_in_memory -ngl 0 --layers 4 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1 --out gpu-all.cores
+# K and V in memory, and cores alone, beside a build of stock
+if [ -z "${SPARQ_LIBRARY:-}" ]; then
+    step in-memory 600 $sparq bench --yes --like llama3-8b -nkvo -d 131072 -a dense -a sparq,ratio=1/8,gpu_min_mb=0
+    step cores 600 $sparq bench --yes --like llama3-8b --layers 4 -ngl 0 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1
+fi
 step figures 300 "$python" -m bench draw gpu_attention gpu_end_to_end
 exit $failed

@@ -46,40 +46,14 @@ FILE = "gpu_tokens.jsonl"
 NEEDS = "python -m bench gpu_tokens"
 
 
-# ---- options of synthetic models ----
-
-
-def like(default: str) -> Any:
-    return option("--like", default=default, show_default=True, help="Shape of the model.")
-
-
-def quant(default: str) -> Any:
-    return option("--quant", default=default, show_default=True, help="Weights of the model.")
-
-
-def depths(default: str) -> Any:
-    return several("-d", "--n-depth", of=Numbers(1, 1 << 20), default=default)
-
-
-def layers() -> Any:
-    return option("--layers", type=LAYERS, help="Number of layers.  [default: all]")
-
-
-def shared(options: Any, kind: type) -> dict[str, Any]:
-    """The fields of a case that are the same in all of a run."""
-    shape = synth.shape_like(options.like, n_layer=options.n_layer)
-    return same(options, kind) | {"n_layer": shape.n_layer}
-
-
-# ---- cases ----
-
-
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    like: str = like("llama2-7b")
-    n_layer: int | None = layers()
-    quant: str = quant("f16")
-    n_depth: list[int] = depths("8192,16384,32768,46080")
+    like: str = option("--like", default="llama2-7b", show_default=True, help="Shape of the model.")
+    n_layer: int | None = option("--layers", type=LAYERS, help="[default: all]")
+    quant: str = option("--quant", default="f16", show_default=True, help="Of its weights.")
+    n_depth: list[int] = several(
+        "-d", "--n-depth", of=Numbers(1, 1 << 20), default="8192,16384,32768,46080"
+    )
     n_gen: int = number_option("-n", "--n-gen", default=32)
     repetitions: int = number_option("-r", "--repetitions", default=3)
     attn: tuple[AttentionSpec, ...] = specs_option(
@@ -101,23 +75,24 @@ class TokenCase:
 
 def groups(o: TokenOptions) -> list[list[TokenCase]]:
     """Dense and all settings at a depth."""
-    of, specs = shared(o, TokenCase), dict.fromkeys((OFF, *o.attn))
+    n_layer = synth.shape_like(o.like, n_layer=o.n_layer).n_layer
+    of, specs = same(o, TokenCase) | {"n_layer": n_layer}, dict.fromkeys((OFF, *o.attn))
     return [[TokenCase(**of | {"n_depth": n}, spec=spec) for spec in specs] for n in o.n_depth]
 
 
-def timed(s: engine.Session, tokens: Sequence[int], n_warm: int = 1) -> tuple[list[int], Any]:
-    """The nanoseconds of each token but the first `n_warm`, and the counters of these. The session
-    is as before."""
+def timed(s: engine.Session, tokens: Sequence[int]) -> tuple[list[int], Any]:
+    """The nanoseconds of each token but the first, and the counters of these. The session is as
+    before."""
     samples, n_pos = [], len(s.tokens)
     for i, token in enumerate(tokens):
-        if i == n_warm:
+        if i == 1:
             engine.reset_counters(s)
         started = time.perf_counter_ns()
         engine.decode(s, token)
         samples.append(time.perf_counter_ns() - started)
     counters = dict(engine.info(s).counters)
     engine.rewind(s, n_pos)
-    return samples[n_warm:], counters
+    return samples[1:], counters
 
 
 def random_tokens(n: int, seed: int) -> list[int]:

@@ -169,13 +169,21 @@ class Subject:
 
 
 class Process:
-    """A `Subject` in a process of its own. `process.fill(n_pos=4095, seed=1)` is a request."""
+    """A `Subject` in a process of its own. `process.fill(n_pos=4095, seed=1)` is a request.
 
-    def __init__(self, stock: bool = False) -> None:
+    Args:
+        rival: a program that answers the same requests with another library.
+    """
+
+    def __init__(self, stock: bool = False, rival: str | None = None) -> None:
         # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
         with system.no_interrupt():
             self.process = subprocess.Popen(
-                children.bound(children.python("pyorch.measure.process", *["--stock"] * stock)),
+                children.bound(
+                    [rival]
+                    if rival
+                    else children.python("pyorch.measure.process", *["--stock"] * stock)
+                ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -221,10 +229,11 @@ class Process:
 class Processes(dict[str, Process]):
     """Processes by name."""
 
-    def start(self, name: str, library: str) -> Process:
-        """The process of this name, with the library stock or sparq; started on first use."""
+    def start(self, name: str, library: str, rival: str | None = None) -> Process:
+        """The process of this name, with the library stock, sparq or a rival's; started on first
+        use."""
         if name not in self:
-            self[name] = Process(stock=library == "stock")
+            self[name] = Process(library == "stock", rival)
         return self[name]
 
     def __enter__(self) -> Processes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ OFF = AttentionSpec("off")
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """The part of a case that says what runs. `library` is stock or sparq."""
+    """The part of a case that says what runs. `library` is stock, sparq, or a rival's name."""
 
     library: str
     flash_attn: bool
@@ -30,7 +31,7 @@ class Side:
     def place(self) -> str:
         """The name of a process: cases of one place share it, its cache and its transposed K."""
         name = f"{self.library} -fa {int(self.flash_attn)}"
-        return name if self.library == "stock" else f"{name} {self.spec.shadow}"
+        return f"{name} {self.spec.shadow}" if self.library == "sparq" else name
 
     @property
     def counter(self) -> str:
@@ -41,19 +42,22 @@ class Side:
 
     @property
     def label(self) -> str:
-        return self.place if self.library == "stock" else str(self.spec)
+        return str(self.spec) if self.library == "sparq" else self.place
 
 
 S = TypeVar("S", bound=Side)
 
 
 def sides(
-    flash_attn: Sequence[bool], type_v: str, specs: Sequence[AttentionSpec]
+    flash_attn: Sequence[bool],
+    type_v: str,
+    specs: Sequence[AttentionSpec],
+    rivals: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
-    """The fields of the sides that take turns: stock with each of `flash_attn` that this type of V
-    allows, and ours with each of `specs`."""
-    stock = [fa for fa in flash_attn if fa or type_v in FLOATS]
-    theirs = [{"library": "stock", "flash_attn": fa, "spec": OFF} for fa in stock]
+    """The fields of the sides that take turns: stock and the rivals with each of `flash_attn` that
+    this type of V allows, and ours with each of `specs`."""
+    both = product(("stock", *rivals), [fa for fa in flash_attn if fa or type_v in FLOATS])
+    theirs = [{"library": name, "flash_attn": fa, "spec": OFF} for name, fa in both]
     ours = dict.fromkeys(specs)
     return theirs + [{"library": "sparq", "flash_attn": True, "spec": spec} for spec in ours]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,9 @@ import pytest
 from bench_options import options
 
 from bench import plot
-from bench.gpu import in_memory, kernels, tokens
+from bench.gpu import kernels, tokens
 from pyorch import paths
 from pyorch.attention.spec import parse_spec
-from pyorch.cli.bench import measurement
 from pyorch.engine.library import Library
 from pyorch.errors import SparqError
 from pyorch.measure import records
@@ -47,54 +45,6 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
         sparse = rec["case"]["method"].startswith("sparq")
         assert 0 < rec["bytes_read"] <= dense and (rec["bytes_read"] < dense) == sparse
     assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_attention.md").read_text()
-
-
-def test_kv_in_memory_run(native_lib_dir: Path, tmp_path: Path) -> None:
-    """Every case is measured with each number of threads, also without a device."""
-    argv = ["-m", "bench", "gpu_in_memory", "--like", "llama3.2-1b", "--layers", 1]
-    argv += ["-d", 1500, "-n", 2, "-r", 1, "-t", "1,2", "-ngl", 0]
-    argv += ["--out", tmp_path]
-    done = ran(*argv)
-    recs = records.load_all(tmp_path / "gpu_in_memory.jsonl")
-    cases = [records.read_case(in_memory.MemoryCase, rec) for rec in recs]
-    assert [case.threads for case in cases] == [1] * 5 + [2] * 5
-    assert [case.name for case in cases[:3]] == ["stock -fa 1", "stock -fa 0", "dense"]
-    assert [len(rec["samples_ns"]) for rec in recs] == [2] * 10
-    for rec, case in zip(recs, cases, strict=True):
-        assert bool(rec["counters"].get("calls_sparse")) == case.name.startswith("sparq")
-        assert f"turn 1: {case.name}, {case.threads} threads: " in done.stderr
-    best, ours = min(sum(rec["samples_ns"]) for rec in recs[5:7]), recs[9]
-    share = ours["bytes"] / statistics.median(ours["samples_ns"]) * 1e9 / ours["memory"]
-    row = [line for line in done.stdout.splitlines() if "ratio=1/32" in line][1]
-    assert row.endswith(f" {best / sum(ours['samples_ns']):.2f}x | {share:.0%} |")
-    assert ours["bytes"] < recs[5]["bytes"] and recs[0]["bytes"] == recs[5]["bytes"]
-
-
-FAKE = """
-import ctypes, sys
-from bench.__main__ import command
-from pyorch import engine
-load = engine.library().lib._lib.ggml_backend_load
-load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-assert load(sys.argv.pop(1).encode())
-command()
-"""
-
-
-def test_a_prompt_is_read_on_the_device(native_lib_dir: Path, tmp_path: Path) -> None:
-    """On a device that is not there, with K and V in memory; --card lets it hold them."""
-    fake = fake_device.build(tmp_path, native_lib_dir)
-    for card in (0, 16):
-        argv = ["-c", FAKE, fake, "gpu_in_memory", "--like", "llama3.2-1b"]
-        argv += ["--layers", 1, "-d", 700, "-r", 1, "-n", 1, "-t", 1, "-a", "dense"]
-        argv += ["--card", card, "--out", tmp_path]
-        ran(*argv)
-    recs = records.load_all(tmp_path / "gpu_in_memory.jsonl")
-    names = [records.read_case(in_memory.MemoryCase, rec).name for rec in recs]
-    prompt = "stock -fa 1, 512 tokens of a prompt"
-    assert names == ["stock -fa 1", "stock -fa 0", "dense", prompt, "dense", prompt]
-    assert [rec["in_memory"] for rec in recs] == [1, 1, 1, 1, 0, 0]
-    assert recs[0]["bytes"] > 0 == recs[-1]["bytes"]
 
 
 def add(folder: Path, method: str, us: float, stamp: str) -> None:
@@ -140,9 +90,9 @@ def test_tokens_of_our_dense_attention_are_timed(
         measured("sparq,ratio=1/8,min_ctx=4096")
 
 
-@pytest.mark.parametrize("of", [tokens.MEASUREMENT, in_memory.MEASUREMENT], ids=lambda of: of.name)
-def test_more_of_the_same_is_measured(of: measurement.Measurement) -> None:
+def test_more_of_the_same_is_measured() -> None:
     """As many repetitions as were asked for, not those of an earlier run."""
+    of = tokens.MEASUREMENT
     keys = {
         records.key(of.name, records.case_of(of.groups(options(of, "-n", n, "-r", r))[0][0]), "")
         for n in ("3", "32")

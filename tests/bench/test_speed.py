@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_committed_cases_are_read_and_written_alike(of: measurement.Measurement)
         case = records.read_case(of.case, rec)
         written = records.case_of(case)
         assert isinstance(case.spec, AttentionSpec) and rec["case"].items() <= written.items()
-        stamp, version = rec["env"]["stamps"][case.library], rec.get("version", 0)
+        stamp, version = rec["env"]["stamps"].get(case.library, case.library), rec.get("version", 0)
         assert records.key(rec["bench"], written, stamp, version) == rec["key"]
 
 
@@ -274,6 +275,20 @@ def test_bench_begins_with_an_empty_cache(bench: Callable[..., Any]) -> None:
     last = json.loads(lines[-1])
     # two repetitions of three tokens, of which the first counts as the prompt
     assert last["counters"]["calls_sparse"] == 2 * (3 - 1) * last["n_layer"]
+
+
+def test_a_rival_takes_turns(bench: Callable[..., Any], tmp_path: Path) -> None:
+    rival = tmp_path / "other-1"
+    rival.write_text(f"#!/bin/sh\nexec {sys.executable} -m pyorch.measure.process --stock\n")
+    rival.chmod(0o755)
+    line = ("-d", "2048", "--rival", str(rival), "-o", "jsonl")
+    lines = [json.loads(x) for x in bench(*line).stdout.splitlines()]
+    assert [(r["library"], r["flash_attn"]) for r in lines] == [
+        ("stock", 0), ("stock", 1), ("other-1", 0), ("other-1", 1), ("sparq", 1),
+    ]  # fmt: skip
+    assert lines[2]["stamp"] == "other-1" and len(lines[2]["samples_ns"]) == 6
+    best = min(r["median_ns"] for r in lines[:2])
+    assert lines[4]["speedup"] == best / lines[4]["median_ns"]
 
 
 def test_a_sparse_row_that_ran_dense_is_refused(

@@ -145,6 +145,16 @@ class SpeedOptions(CompareOptions, _Models):
         metavar="FILE",
         help="A book, of which -d tokens are read in place of random K and V.",
     )
+    rivals: dict[str, str] = option(
+        "--rival",
+        multiple=True,
+        type=types.File(),
+        metavar="PROGRAM",
+        callback=lambda _, __, names: {
+            Path(name).name: str(Path(name).resolve()) for name in names
+        },
+        help="Another llama.cpp that takes turns too, as bench/rivals/ has.",
+    )
     no_repack: bool = opt.repack_option()
     n_gpu_layers: int | None = opt.gpu_option()
     kv_offload: bool | None = opt.kv_option("in any case")

@@ -224,9 +224,13 @@ def measured(
     runs = records.by_run(rec for rec in recs if records.kind_of(rec["env"]) == kind)
     groups = [g for i, g in enumerate(groups) if g not in groups[:i]]
 
+    def stamp(case: Any) -> str:
+        """What tells a library from its others; the name of a rival has its version."""
+        return str(env["stamps"].get(case.library, case.library))
+
     def known(group: Group) -> list[Record] | None:
         """The latest run that has all cases of a group, since ratios are within one run."""
-        keys = [records.key(of.name, records.case_of(c), env["stamps"][c.library]) for c in group]
+        keys = [records.key(of.name, records.case_of(c), stamp(c)) for c in group]
         whole = (run for run in reversed(runs) if all(k in run for k in keys))
         return next(([run[k] for k in keys] for run in whole), None)
 
@@ -252,8 +256,8 @@ def measured(
                 continue
             run, made = secrets.token_hex(4), []
             for case, result in zip(group, results, strict=True):
-                stamp, more = env["stamps"][case.library], {**result, "run": run, "env": env}
-                made.append(records.record(of.name, records.case_of(case), stamp, **more))
+                more = {**result, "run": run, "env": env}
+                made.append(records.record(of.name, records.case_of(case), stamp(case), **more))
                 records.append(file, made[-1])
             runs += records.by_run(made)
     return [rec for group in groups for rec in known(group) or []], n_failed

@@ -142,7 +142,7 @@ def groups(o: SpeedOptions) -> list[list[SpeedCase]]:
     caches = []
     sources: Sequence[Path | str] = paths or o.like or LIKE
     for source, n_depth, type_k, type_v in product(sources, depths, o.type_k, o.type_v):
-        who = sides(o.stock, type_v, specs)
+        who = sides(o.stock, type_v, specs, o.rivals)
         if who[0]["library"] != "stock":
             raise SparqError(
                 f"llama.cpp has no {type_v} V without flash attention",
@@ -259,7 +259,7 @@ def measure(o: SpeedOptions, group: Sequence[SpeedCase], done: Done) -> list[Res
             """The process of a case, with its model and `n_depth` positions in its cache. Other
             machines serve one program at a time, so with them it is closed before the next
             opens."""
-            process = processes.start(case.place, case.library)
+            process = processes.start(case.place, case.library, o.rivals.get(case.library))
             if process not in opened:
                 if case.n_workers:
                     for other in opened:
@@ -449,7 +449,7 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
         "roofline_share": moved / bandwidth * 1e9 / mid,
         **{x: rec["counters"].get(x, 0) for x in ("calls_sparse", "calls_prefill")},
         "pin": env["pin"],
-        "stamp": env["stamps"][c.library],
+        "stamp": env["stamps"].get(c.library, c.library),
         "dirty": env["dirty"],
         "old": records.is_old(rec),
     }
@@ -457,8 +457,8 @@ def _row(rec: Record, best_ns: float, best_kv: int) -> Row:
 
 def label(row: Row) -> str:
     """The name of a row."""
-    if row["library"] == "stock":
-        return f"stock -fa {row['flash_attn']}"
+    if row["library"] != "sparq":
+        return f"{row['library']} -fa {row['flash_attn']}"
     if row["n_prompt"] > 1:  # SparQ seals during a prompt
         whose = "our" if row["calls_prefill"] else "llama.cpp's"
         return f"{row['sparse_attn']}, {whose} prefill"
