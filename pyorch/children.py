@@ -51,9 +51,8 @@ def python(module: str, *args: str) -> list[str]:
 
 def bound(argv: Argv) -> Argv:
     """The same command as a process that does not outlive us, where the system can see to it."""
-    if system.IS_WINDOWS:
-        return argv
-    return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
+    first = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())]
+    return argv if system.IS_WINDOWS else [*first, *argv]
 
 
 def ended(code: int) -> str:

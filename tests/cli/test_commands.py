@@ -215,12 +215,6 @@ def test_nowhere_to_write(tiny: Path, args: str) -> None:
     assert (done.returncode, done.stderr) == (1, want)
 
 
-def test_closed_streams(tiny: Path) -> None:
-    argv = [sys.executable, "-m", "pyorch", "generate", "-m", str(tiny), "-t", "1"]
-    line = shlex.join(argv)
-    assert subprocess.run(f"{line} -p x -n 2 >&- 2>&-", shell=True).returncode == 0
-
-
 # ---- explain ----
 
 

@@ -142,9 +142,7 @@ def test_a_document_for_something_else(run: Run, tiny: Path, tiny_chat: Path, te
     assert done.code == 2 and "--system" in done.err
 
 
-def test_the_types_of_the_document_are_taken(
-    run: Run, tiny_chat: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_of_a_document(run: Run, tiny_chat: Path, text: Path, monkeypatch: Any) -> None:
     types = ("-ctk", "q8_0", "-ctv", "q4_0")
     assert run("read", text, "-m", tiny_chat, *types).code == 0
     assert run("chat", "-m", tiny_chat, "-n", 4, "--document", "story", stdin="hi\n").code == 0
