@@ -86,7 +86,6 @@ fi
 for tool in memcheck racecheck synccheck initcheck; do
     step $tool $pytest -m 'gpu and not slow' tests/gpu -k $tool
 done
-# K and V in memory, and cores alone, beside a build of stock
 if [ -z "${SPARQ_LIBRARY:-}" ]; then
     step in-memory $sparq bench --yes --like llama3-8b -nkvo -d 131072 -a dense -a sparq,ratio=1/8,gpu_min_mb=0
     step cores $sparq bench --yes --like llama3-8b --layers 4 -ngl 0 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1
