@@ -4,6 +4,7 @@ certain, wait until a server answers, and say how one ended."""
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -31,10 +32,27 @@ import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
+# What `bound` runs before the program: where there is prctl, the system kills it when we are gone.
+# `preexec_fn` runs Python between fork and exec, which may hang beside threads.
+_BOUND = """\
+import ctypes, os, sys
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+if prctl:
+    prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
 
 def python(module: str, *args: str) -> list[str]:
     """The command that runs a module of ours, and no file that lies in the working folder."""
     return [sys.executable, "-c", _RUN, module, *args]
+
+
+def bound(argv: Argv) -> Argv:
+    """The same command as a process that does not outlive us, where the system can see to it."""
+    first = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())]
+    return argv if system.IS_WINDOWS else [*first, *argv]
 
 
 def ended(code: int) -> str:

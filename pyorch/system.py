@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,19 @@ IS_WINDOWS = sys.platform == "win32"
 KILLED = -9  # `returncode` of a process that SIGKILL ended, or the system when memory ran out
 # what asks a program to end
 ENDING = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+
+
+@contextmanager
+def handled(handler: Callable[[int, Any], object], numbers: Iterable[int]) -> Iterator[None]:
+    """A handler of signals that are not ignored, as nohup does."""
+    asked = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, handler) for n in asked}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
 
 if sys.platform == "win32":
     import ctypes

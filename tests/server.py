@@ -30,6 +30,20 @@ def clean() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_ATTN", "LLAMA_"))}
 
 
+def gone(pid: int) -> bool:
+    """Whether no process has this id, a moment later at most."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat")
+            if not (state.is_file() and state.read_text().split(") ")[1].startswith("Z")):
+                time.sleep(0.02)
+                continue
+        return True
+    return False
+
+
 @contextmanager
 def serving(tools: Path, log: Path, *args: object, **env: str) -> Iterator[str]:
     """A server on a free port: its address. At the end it has ended, and written its `log`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from server import gone
 
 from pyorch import children
 
@@ -58,6 +61,31 @@ def test_what_lies_in_the_working_folder_does_not_run(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert "No such file" in done.stderr and "somebody else" not in done.stderr
+
+
+STARTS = {
+    "measure": "one = Process(); one.close(); show(one)",
+    "serve": "one = Child([sys.executable, '-uc', 'import time; print(); time.sleep(600)'],"
+    " os.environ, lambda line: show(one), False).__enter__()",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no prctl")
+@pytest.mark.parametrize("starts", STARTS.values(), ids=STARTS)
+def test_a_process_ends_when_who_started_it_is_killed(starts: str) -> None:
+    """Also one that computes, and reads nothing meanwhile."""
+    code = "import os, sys, time; from pyorch.measure.process import Process;"
+    code += "from pyorch.cli.supervise import Child;"
+    code += f"show = lambda one: print(one.process.pid, flush=True); {starts}; time.sleep(600)"
+    with children.running([sys.executable, "-c", code], stdout=subprocess.PIPE) as us:
+        pid = int(next(children.lines(us.stdout)))
+        os.kill(pid, signal.SIGSTOP)
+        us.kill()
+    try:
+        assert gone(pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def deaf() -> subprocess.Popen[str]:

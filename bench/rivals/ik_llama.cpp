@@ -1,10 +1,10 @@
 // ik_llama.cpp as one of the sides of `sparq-cpp bench --rival`: answers the requests of
-// pyorch/measure/process.py that a stock side gets. In a folder where ik_llama.cpp is built with
-// cmake -DBUILD_SHARED_LIBS=OFF, for its commit 8337e4cd3:
+// pyorch/measure/process.py that a stock side gets. In a checkout of its commit 8337e4cd3, built by
+// `cmake -B build && cmake --build build --target llama`:
 //
-//   g++ -O2 -std=c++17 -fopenmp -Iinclude -Isrc -Iggml/include -Iggml/src -Ivendor
-//       .../bench/rivals/ik_llama.cpp build/src/libllama.a build/ggml/src/libggml.a
-//       -o ik_llama.cpp-8337e4cd3
+//   g++ -O2 -std=c++17 -fopenmp -Iinclude -Isrc -Iggml/include -Iggml/src -Ivendor \
+//       .../bench/rivals/ik_llama.cpp -o ik_llama.cpp-8337e4cd3 build/src/libllama.so \
+//       build/ggml/src/libggml.so -Wl,-rpath,$PWD/build/src:$PWD/build/ggml/src
 //
 // The cache is filled through its private structs, since its saved states have another layout.
 

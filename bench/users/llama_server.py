@@ -117,7 +117,7 @@ def running(case: ServerCase, model: Path, log: Path) -> Iterator[int]:
         argv += ["--sparse-attn", case.spec]
     with (
         log.open("wb") as out,
-        children.running(list(map(str, argv)), stdout=out, stderr=out) as process,
+        children.running(children.bound(list(map(str, argv))), stdout=out, stderr=out) as process,
     ):
         if not children.wait_until(process, lambda: _answers(port), seconds=READY_S):
             code = process.poll()

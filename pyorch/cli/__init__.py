@@ -44,8 +44,10 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return _command(name) if name in COMMANDS else None
+    def get_command(self, ctx: click.Context, name: str) -> click.Command:
+        if name not in COMMANDS:
+            raise nearest("command", name, COMMANDS)
+        return _command(name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -67,10 +69,12 @@ _TYPED = ("YES", "ALL", "FORCE", "INSECURE")
 def _name_variables(command: click.Command, prefix: str) -> None:
     """Give every option an environment variable, named after its longest name. click would use the
     name of the parameter, which users do not see. `eval run` is what `eval` alone does. Help shows
-    each default, unless its text does."""
+    each default, unless its text does, and N for a number."""
     for param in command.params:
         if isinstance(param, click.Option):
             param.show_default = "[default: " not in (param.help or "")
+            if param.type.name.split()[0] in ("integer", "float"):
+                param.metavar = param.metavar or "N"
             name = max(param.opts, key=len).strip("-").replace("-", "_").upper()
             if name in _TYPED:
                 continue

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pyorch import paths, system
+from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, parse_ratio
 from pyorch.cli import conversation, streams
 from pyorch.cli import options as opt
@@ -29,6 +29,7 @@ from pyorch.cli.terminal import note, print_json
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.progress import progress_bar, say
+from pyorch.system import ENDING, handled
 from pyorch.text_file import LARGEST, decoded, raw_lines, read_text
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ that were typed in a terminal, chat_last.json its last conversation. --no-keep k
 COMMANDS = {name: bool(of) for name, of in re.findall(r"^(/\w+)( F)?", HELP, re.MULTILINE)}
 LAST = "chat_last.json"  # what `--resume last` continues, in our cache
 
-ENDS = [number for number in system.ENDING if number != signal.SIGINT]  # as a terminal that closes
+ENDS = [number for number in ENDING if number != signal.SIGINT]  # as a terminal that closes
 ROLES = ("system", "user", "assistant")
 
 
@@ -137,7 +138,7 @@ def command(
             conversation.open_in(chat, documents[0])
         note_system(template, chat.messages)
         if chat.interactive:
-            with _handled(lambda number, _: sys.exit(128 + number), ENDS):
+            with handled(lambda number, _: sys.exit(128 + number), ENDS):
                 _loop(chat, typed_lines(COMMANDS, chat.keeps), commands=True)
         else:
             lines = iter(partial(piped.readline, LARGEST + 1), b"")
@@ -381,17 +382,5 @@ def _interruptible(chat: Chat) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         flag = True
 
-    with _handled(on_signal, (signal.SIGINT, *(ENDS if chat.interactive else ()))):
+    with handled(on_signal, (signal.SIGINT, *(ENDS if chat.interactive else ()))):
         yield lambda: flag
-
-
-@contextmanager
-def _handled(handler: Callable[[int, object], object], numbers: Iterable[int]) -> Iterator[None]:
-    """A handler of signals that are not ignored, as nohup does."""
-    handled = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
-    before = {n: signal.signal(n, handler) for n in handled}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

@@ -125,7 +125,12 @@ def default_spec(name: str, path: Path | None) -> AttentionSpec:
     word = name.split(":")[0].split("@")[0]
     is_card = word in cards.names() and path != Path(name)
     card = cards.load(word) if is_card else card_of(path) if path else None
-    return parse_spec(card.settings if card and card.settings else f"sparq,ratio={AUTO_RATIO}")
+    return spec_of(card)
+
+
+def spec_of(card: cards.Card | None) -> AttentionSpec:
+    """The attention of a model with this card, or with none, for which nobody chose one."""
+    return parse_spec((card and card.settings) or f"sparq,ratio={AUTO_RATIO}")
 
 
 def sparse_layers(settings: Settings, spec: AttentionSpec) -> tuple[int, int, str]:

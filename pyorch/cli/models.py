@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from pyorch.attention.spec import parse_spec
+from pyorch.cli.loading import spec_of
 from pyorch.cli.options import json_option
 from pyorch.cli.prediction import Prediction, kinds_text
 from pyorch.cli.terminal import confirm, note, print_freed, print_json, remove_files
@@ -50,14 +50,14 @@ def list_command(as_json: bool) -> None:
     arch = max(len(c.architecture) for c in known) + 1
     print(
         f"{'name':<{width}}{'architecture':<{arch}}{'file':>9}{'context':>9}  {'K and V':<9}"
-        f"{'settings':<17}here"
+        f"{'ratio':<13}here"
     )
     for c in known:
         files = c.known_files
         size = human_bytes(files[0].n_bytes) if files else "~" + human_bytes(c.file_bytes)
         mine = sum(m.n_bytes for m in whole if m.repo == c.source)
         state = human_bytes(mine) if mine else "-" if c.source else "to convert"
-        rest = f"{human_bytes(c.kv_bytes):<9}{c.settings or 'stays dense':<17}{state}"
+        rest = f"{human_bytes(c.kv_bytes):<9}{_ratio(c) or 'stays dense':<13}{state}"
         print(f"{c.name:<{width}}{c.architecture:<{arch}}{size:>9}{c.n_ctx:>9}  {rest}")
     others = [m for m in whole if m.repo not in {c.source for c in known}]
     if others:
@@ -71,7 +71,7 @@ def list_command(as_json: bool) -> None:
         note(f"synthetic, for bench: {human_bytes(n_bytes)}; models rm synthetic")
     note(
         "~: an estimate for Q4_K_M. K and V: bytes per position, f16. A name is a model for\n"
-        "--model and for sparq-cpp pull, also as NAME:Q8_0. The evidence for the settings:\n"
+        "--model and for sparq-cpp pull, also as NAME:Q8_0. The evidence for the ratio:\n"
         "sparq-cpp models show NAME"
     )
 
@@ -82,11 +82,16 @@ def table_command() -> None:
     print(columns(_COLUMNS, map(cards.load, cards.names()), left=("model", "of these layers")))
 
 
+def _ratio(c: cards.Card) -> str:
+    """The ratio that is the model's default, "" if it stays dense."""
+    return "" if c.n_latent else str(spec_of(c)).removeprefix("sparq,ratio=")
+
+
 def _expected(c: cards.Card, n_pos: int) -> str:
     """The share of K and V in what a dense token reads, and the speed-up to expect."""
     if c.n_latent or n_pos > c.n_ctx:
         return "dense" if c.n_latent else "-"
-    p = Prediction(c.geometry, parse_spec(c.settings), (CACHE_TYPES["f16"],) * 2, n_pos)
+    p = Prediction(c.geometry, spec_of(c), (CACHE_TYPES["f16"],) * 2, n_pos)
     return f"{100 * p.share:.0f} %, {p.speedup:.2f}x"
 
 
@@ -95,7 +100,7 @@ _COLUMNS: dict[str, Callable[[cards.Card], object]] = {
     "parameters": lambda c: f"{c.n_params / 1e9:.3g} B",
     "layers": lambda c: c.n_layer,
     "of these layers": lambda c: kinds_text(c.geometry),
-    "ratio": lambda c: c.settings.removeprefix("sparq,ratio=") or "-",
+    "ratio": lambda c: _ratio(c) or "-",
     **{f"{n:,}": partial(_expected, n_pos=n) for n in (8192, 32768, 131072)},
 }
 
@@ -139,7 +144,7 @@ def show_command(name: str) -> None:
         "positions": f"{c.positions}, {c.n_ctx}",
         "vocabulary": str(c.n_vocab),
         "K and V": f"{kv}, f16" + (f"; less with windows of {c.n_swa}" if c.n_swa else ""),
-        "settings": c.settings,
+        "ratio": _ratio(c),
         "evidence": c.evidence,
     }
     print(c.title)

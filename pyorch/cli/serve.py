@@ -273,9 +273,9 @@ def _serve(served: Served, more: Sequence[str]) -> None:
         folder = Path(stack.enter_context(files))
         ui = page.find()
         shown = ["--path", str(ui)] if ui else []
-        argv = [str(program), *_arguments(served, folder, adapted), *_SAFE, *shown, *more]
         options, variables = served_documents.passed_on(file, served.documents, more, folder)
-        child = Child([*argv, *options], env | variables, account.read, shows_log())
+        line = [*_arguments(served, folder, adapted), *_SAFE, *shown, *options, *more]
+        child = Child([str(program), *line], env | variables, account.read, shows_log())
         stack.enter_context(child)
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(served.address, served.address)
         if child.wait_ready(lambda: _answers(host, served.port), "loading the model"):

@@ -48,6 +48,8 @@ def passed_on(
     listed = folder / "documents.list"
     listed.write_bytes(os.fsencode(document_file.listed(documents)))
     variables = {"SPARQ_DOCUMENTS": str(listed)}
+    # the page makes no file of a text that is pasted: a prompt with a file does not begin with it
+    options = ["--ui-config", json.dumps({"pasteLongTextToFileLen": 0})]
     own = str(file.metadata.get("tokenizer.chat_template") or "")
     name, when = next(((d.name, d.when) for d in documents if d.when), (documents[0].name, None))
     words = " ".join(more)
@@ -63,12 +65,12 @@ def passed_on(
         filters = "".join(f" | replace({part!r}, {when.strftime(part)!r})" for part in parts)
         source += f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro -%}}"
     if not source or names(more) & _TEMPLATES or _TOOLS in file.metadata:
-        return [], variables
+        return options, variables
     template = folder / "template.jinja"
     template.write_text(source + own, "utf-8", newline="")
     time = f"{when:%Y-%m-%d %H:%M}" if when else "its default"
     note(f"note: the time that the chat template states is {time}, as in {name}", "yellow")
-    return ["--chat-template-file", str(template)], variables
+    return [*options, "--chat-template-file", str(template)], variables
 
 
 def names(more: Sequence[str]) -> set[str]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import click
 
@@ -26,16 +23,6 @@ GRACE_S = children.GRACE_S
 KEPT_LINES = 200  # of the log, for the reason of a death
 LINE_BYTES = 4096  # a longer line comes in pieces: a whole request may be in one
 
-# What the child runs before it becomes the server: where there is prctl, the system kills it when
-# we are gone. `preexec_fn` runs Python between fork and exec, which may hang beside threads.
-_BOUND = """
-import ctypes, os, sys
-prctl = getattr(ctypes.CDLL(None), "prctl", None)
-if prctl:
-    prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 _LINE = re.compile(r"(?:\d+(?:\.\d+){3} )?(?:([A-Z]) )?(.*)")  # 0.00.009.528 E text
 _PLACE = re.compile(r"^\S+\.(?:c|cpp|h|cu|cuh|m):\d+: ")  # in the source
 # of these, a place in the source begins what ggml_abort() says, whatever that is
@@ -88,22 +75,17 @@ class Child:
         self._log: deque[str] = deque(maxlen=KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[int, Any] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> Child:
-        for number in system.ENDING:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                self._handlers[number] = signal.signal(number, self._on_signal)
-        bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid())]
-        if system.IS_WINDOWS:
-            bound = []
+        self._handlers.enter_context(system.handled(self._on_signal, system.ENDING))
         env = dict(self._env)
         if not self._show:
             # llama.cpp would call a debugger before it aborts, which takes seconds and says much
             env.setdefault("GGML_NO_BACKTRACE", "1")
         try:
             self._process = subprocess.Popen(
-                [*bound, *self._argv],
+                children.bound(self._argv),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -112,7 +94,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C in a terminal comes to us alone
             )
         except BaseException:
-            self._give_back_signals()
+            self._handlers.close()
             raise
         self._reader.start()
         if self.was_stopped:  # while it was started
@@ -123,7 +105,7 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()  # an error of ours: there is nobody to look after it
         self._wait()
-        self._give_back_signals()
+        self._handlers.close()
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -177,10 +159,6 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             self.killed = why
             self._process.kill()
-
-    def _give_back_signals(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def _wait(self) -> None:
         """Wait for the end of the process, then of its log, which a child of its own may hold."""

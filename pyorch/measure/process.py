@@ -176,12 +176,11 @@ class Process:
     """
 
     def __init__(self, stock: bool = False, rival: str | None = None) -> None:
+        ours = children.python("pyorch.measure.process", *["--stock"] * stock)
         # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
         with system.no_interrupt():
             self.process = subprocess.Popen(
-                [rival]
-                if rival
-                else children.python("pyorch.measure.process", *["--stock"] * stock),
+                children.bound([rival] if rival else ours),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -7,13 +7,12 @@ to read it; without it every layer is an `f`:
     f  attention to every position          w  attention to the newest `n_swa` positions
     r  a recurrent state, no KV cache       -  no attention: a feed-forward block alone
 
-`like` names a card whose fields this one has too, but for those that it states itself and for the
-sources of files, which are each card's own.
+`like` names a card whose fields this one has too, but for those that it states itself and for
+`[sparse]` and the sources of files, which are each card's own.
 
-`settings` is what to try first: ratio 1/4 if the paper's tables lose more than 4 points at 1/8 or
-have only 1/4; else 1/8; none where all layers stay dense. `evidence` is from papers unless it names
-docs/quality.md. The paper splits a ratio differently (k = 128, K in f16), so its numbers speak for
-the method.
+`settings` is the default of the model, where `evidence` shows every task within two points of dense
+attention with it. `evidence` is from papers unless it names docs/quality.md. The paper splits a
+ratio differently (k = 128, K in f16), so its numbers speak for the method.
 
 `[gguf]` names a repository with files for llama.cpp and the file to choose. It is given only if
 public sources name that repository together with its files; otherwise `sparq-cpp convert` makes a
@@ -79,7 +78,6 @@ class Card:
     repository: str  # owner/name on the hub
     licence: str
     architecture: str  # as GGUF names it
-    evidence: str
 
     n_params: int  # as published, or as llama.cpp counts them; without those of encoders
     n_layer: int
@@ -98,7 +96,8 @@ class Card:
     quant: str = ""  # the quantisation to choose
     files: tuple[File, ...] = ()  # whose content is known, without that of `package`
     package: Package | None = None  # the source of its file, instead of `gguf`
-    settings: str = ""  # an attention spec; "" = all its layers stay dense
+    settings: str = ""  # an attention spec; "" = none is known to be better than the usual one
+    evidence: str = ""
     rope_base: float = 0.0
     read_from: str = ""  # where the published configuration was read
     layers: str = ""  # a letter per layer, as above; "" = all see every position
@@ -194,7 +193,7 @@ def load(name: str) -> Card:
             files=tuple(File(**f) for f in files),
             **gguf,
             **card.pop("geometry"),
-            **card.pop("sparse"),
+            **card.pop("sparse", {}),
             **card,
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
@@ -207,9 +206,9 @@ def _table(path: Path) -> dict[str, Any]:
     if "like" not in card:
         return card
     other = _table(path.with_name(card.pop("like") + ".toml"))
-    for part in ("geometry", "sparse"):
-        card[part] = other[part] | card.get(part, {})
-    return {k: v for k, v in other.items() if k not in ("gguf", "package", "files")} | card
+    card["geometry"] = other["geometry"] | card.get("geometry", {})
+    own = ("gguf", "package", "files", "sparse")
+    return {k: v for k, v in other.items() if k not in own} | card
 
 
 def of_hash(digest: str) -> Card | None:

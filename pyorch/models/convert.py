@@ -162,7 +162,7 @@ def _run(
     lines: deque[str] = deque(maxlen=400)
     done = 0
     with children.running(
-        argv,
+        children.bound(argv),
         env=convert_env.environment(temp / "hub"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -101,13 +101,10 @@ def quantize(
 
 
 def _run(argv: children.Argv, source: Path, progress: Progress, lock: int) -> list[str]:
-    """Run the program. Returns the lines that it wrote.
-
-    If this process is killed, the program ends when it next writes, since nobody reads any more.
-    """
+    """Run the program. Returns the lines that it wrote."""
     lines = []
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with children.running(argv, **system.inherit(lock), **output) as child:
+    with children.running(children.bound(argv), **system.inherit(lock), **output) as child:
         for line in children.lines(child.stdout):
             if match := re.match(r"\[ *(\d+)/ *(\d+)\] ", line):
                 progress(int(match[1]) - 1, int(match[2]))

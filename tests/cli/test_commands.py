@@ -128,6 +128,7 @@ WRONG_USE = {  # arguments -> what the error or its hint names
     "serve --no-kv-ofload": "mean --no-kv-offload",
     "chat llama3-8": "mean llama3-8b",
     "chat -m one two": "one, two",
+    "chatt MODEL": "mean chat",
     "clean nothing": "WHAT: 'nothing'",
 }
 
@@ -214,12 +215,6 @@ def test_nowhere_to_write(tiny: Path, args: str) -> None:
     assert (done.returncode, done.stderr) == (1, want)
 
 
-def test_closed_streams(tiny: Path) -> None:
-    argv = [sys.executable, "-m", "pyorch", "generate", "-m", str(tiny), "-t", "1"]
-    line = shlex.join(argv)
-    assert subprocess.run(f"{line} -p x -n 2 >&- 2>&-", shell=True).returncode == 0
-
-
 # ---- explain ----
 
 
@@ -250,31 +245,27 @@ def test_chat_through_a_pipe(run: Run, tiny_chat: Path) -> None:
 def test_chat_commands(run: Run, tiny_chat: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     (tmp_path / "text.txt").write_text("a text")
-    script = f"forget me\n/clear\nhello\n/ratio 1/4\n/stats\n/dense\n/read {tmp_path}/text.txt\n"
+    script = (
+        f"forget me\n/clear\n{LONG}\n/ratio 1/4\nand?\n/stats\n/dense\n/read {tmp_path}/text.txt\n"
+    )
     script += f"again\n/help\n/save {file}\n/exit\nnever read\n"
-    result = run("chat", "-m", tiny_chat, "-n", 4, "--system", "be brief", stdin=script)
+    ask = ("chat", "-m", tiny_chat, "-n", 6, "-a", "off", "--json", "--system", "be brief")
+    result = run(*ask, stdin=script)
     assert result.code == 0
-    for text in ("attention sparq,ratio=1/4", "attention dense", "/save FILE", "6 tokens"):
+    for text in ("/save FILE", "6 tokens"):
         assert text in result.err
+    _, off, sparse, dense = [json.loads(line)["attention"] for line in result.out.splitlines()]
+    assert off is None and sparse["spec"] == "sparq,ratio=0.25"
+    assert sparse["counters"]["calls_sparse"] > 0 == dense["counters"]["calls_sparse"]
     messages = json.loads(file.read_text())["messages"]
-    assert [m["role"] for m in messages] == ["system"] + ["user", "assistant"] * 2
-    assert [m["content"] for m in messages[1::2]] == ["hello", "a text\n\nagain"]
+    assert [m["role"] for m in messages] == ["system"] + ["user", "assistant"] * 3
+    assert [m["content"] for m in messages[3::2]] == ["and?", "a text\n\nagain"]
     assert run("chat", "-m", tiny_chat, "-n", 4, "--resume", file, stdin="more\n").code == 0
     resumed = ("chat", "-m", tiny_chat, "-n", 4, "--resume", file, "--system", "be long")
     assert run(*resumed, stdin=f"more\n/save {file}\n").code == 0
     messages = json.loads(file.read_text())["messages"]
     assert [m["content"] for m in messages if m["role"] == "system"] == ["be long"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["talk.json", "text.txt"]
-
-
-def test_chat_ratio_takes_effect(run: Run, tiny_chat: Path) -> None:
-    script = f"{LONG}\n/ratio 1/4\nand?\n/dense\nand?\n"
-    result = run("chat", "-m", tiny_chat, "-n", 6, "--json", "-a", "off", stdin=script)
-    off, sparse, dense = [json.loads(line) for line in result.out.splitlines()]
-    assert off["attention"] is None
-    assert sparse["attention"]["spec"] == "sparq,ratio=0.25"
-    assert sparse["attention"]["counters"]["calls_sparse"] > 0
-    assert dense["attention"]["counters"]["calls_sparse"] == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -25,9 +25,7 @@ def commands() -> dict[str, click.Command]:
     """Every command and subcommand, by its name."""
     found: dict[str, click.Command] = {}
     for verb in COMMANDS:
-        command = cli.get_command(click.Context(cli), verb)
-        assert command is not None
-        found[verb] = command
+        found[verb] = command = cli.get_command(click.Context(cli), verb)
         if isinstance(command, click.Group):
             found |= {f"{verb} {name}": c for name, c in command.commands.items()}
     return found
@@ -89,7 +87,9 @@ def test_a_way_that_others_can_read_is_refused_unless_it_is_opened(
 
 @pytest.mark.parametrize("verb", ["chat", "generate", "serve"])
 def test_help_begins_with_what_people_set_first(verb: str) -> None:
-    names = [p.name for p in commands()[verb].params]
+    command = commands()[verb]
+    names = [p.name for p in command.params]
+    assert "RANGE" not in command.get_help(click.Context(command)), "a word of click's"
     order = [names.index(x) for x in ("model", "ratio", "ctx", "cache_type_k", "n_gpu_layers")]
     assert order == sorted(order) and names.index("workers") > len(names) - 4
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
-import platform
 import re
 import shlex
 import signal
@@ -26,10 +25,9 @@ from typing import Any
 
 import pytest
 import tiny as tiny_models
-from server import answered
+from server import answered, gone
 from tiny import CHATML, write_tiny_gguf
 
-from pyorch import native
 from pyorch.cli.serve import Account
 from pyorch.models.geometry import geometry
 from pyorch.models.gguf_file import read_gguf
@@ -160,20 +158,6 @@ def standin(tmp_path: Path, tiny: Path) -> Callable[..., Any]:
     return run
 
 
-def gone(pid: int) -> bool:
-    """Whether no process has this id, a moment later at most."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        with suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            state = Path(f"/proc/{pid}/stat")
-            if not (state.is_file() and state.read_text().split(") ")[1].startswith("Z")):
-                time.sleep(0.02)
-                continue
-        return True
-    return False
-
-
 def after(line: list[str], name: str) -> str:
     return line[line.index(name) + 1]
 
@@ -288,19 +272,6 @@ def test_a_file_of_options_is_not_read(standin: Any, tmp_path: Path) -> None:
         assert "SPARQ_NO_CONFIG" in standin.started()["env"]
 
 
-@pytest.mark.skipif(platform.system() != "Linux", reason="there is no prctl")
-def test_it_goes_when_we_are_killed(standin: Any) -> None:
-    with standin("deaf", GRACE_S="0.5") as running:
-        running.until_ready()
-        pid = standin.started()["pid"]
-        running.process.kill()
-        try:
-            assert gone(pid)
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
 def test_replies_that_were_all_exact_are_told(standin: Any) -> None:
     left = NEVER.replace("{}", '{"a sliding window": 4}')
     for calls, why in ((NEVER, "min_ctx 1024"), (left, "a sliding window")):
@@ -388,19 +359,6 @@ def test_a_window_counts_for_the_memory_as_what_it_is(standin: Any, tmp_path: Pa
         running.until_ready()
     with standin("", *ctx, "--", "--swa-full", **room) as running:
         assert running.rest() == 1 and "for the cache" in running.said
-
-
-def test_a_document_in_other_types_is_refused(
-    run: Callable[..., Any], tiny: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """It was said to be used, and then every prompt was read."""
-    (text := tmp_path / "night.txt").write_text("It was a dark night. ")
-    done = run("read", text, "-m", tiny, "--plain", "-o", out := tmp_path / "night.kv")
-    assert done.code == 0, done.err
-    monkeypatch.setattr(native, "built", lambda **_: Path())
-    result = run("serve", "-m", tiny, "--port", 0, "--document", out, "-ctk", "q8_0")
-    assert result.code == 1 and "f16/f16" in result.err and "q8_0/f16" in result.err
-    assert "hint: --cache-type-k f16" in result.err
 
 
 # ---- the real one ----

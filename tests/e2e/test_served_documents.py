@@ -106,4 +106,4 @@ def test_a_text_that_spells_control_tokens(
 def test_a_template_of_the_user_is_left_alone(dated: Path, tmp_path: Path, more: Any) -> None:
     document, file = read(dated, tmp_path / "d.kv"), read_gguf(dated)
     options, _ = served_documents.passed_on(file, [document], more, tmp_path)
-    assert not options
+    assert "--chat-template-file" not in options
