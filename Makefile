@@ -49,7 +49,7 @@ archs-table: build $(DEV) ## writes what that suite finds to docs/architectures.
 
 test-gpu: build $(DEV)  ## with a CUDA device: the op tests on it, decoding, compute-sanitizer
 	SPARQ_TEST_DEVICE=cuda $(PYTEST) -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py
-	$(PYTEST) -m 'gpu and not slow' tests/gpu tests/cuda $(ARGS)
+	$(PYTEST) -m 'gpu and not slow' tests/gpu $(ARGS)
 
 test-vulkan: $(DEV)     ## builds with Vulkan (an hour), then its tests, on any device or Mesa's software
 	$(RUN)/sparq-cpp build --vulkan --tools

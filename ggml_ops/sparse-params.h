@@ -40,6 +40,7 @@ enum ggml_sparse_attn_op {
     GGML_SPARSE_STEPS(X)
 #undef X
             GGML_SPARSE_ATTN_COUNT,
+    GGML_SPARSE_ATTN_IS_TIMED = GGML_SPARSE_ATTN_COUNT, // no step: a device that supports it is known to be faster with our ops, in long contexts
 };
 
 // counters that the ops themselves add to when they run: an I64 tensor of GGML_SPARSE_STAT_COUNT in the memory of the device that runs them

@@ -6,8 +6,8 @@
 #   bench/gpu/all.sh STEP...    only these, by the names below, again if need be
 #   bench/gpu/all.sh --cpu      only what runs without a device: the build for the CPU and its op tests
 #
-# Where time is short: call it again after it was cut off. Steps that succeeded with the same sources are left out (gpu-all.done), builds go on
-# with the next file, benches with the next case. In a pack (bench/gpu/pack.sh) nothing is downloaded; in a checkout `make build` comes first.
+# No step takes more than ten minutes: what is not through by then is cut off, and goes on when the script is called again. Steps that succeeded
+# with the same sources are left out (gpu-all.done), builds go on with the next file, benches with the next case. In a pack (bench/gpu/pack.sh) nothing is downloaded; in a checkout `make build` comes first.
 cd "$(dirname "$0")/../.." || exit 1
 python=python3
 [ -x .venv/bin/python ] && python=.venv/bin/python
@@ -32,8 +32,8 @@ failed=0
 wanted=" $* "
 case "${1:-}" in -*) wanted="  " ;; esac
 
-step() { # step NAME SECONDS COMMAND...
-    name=$1; limit=$2; shift 2
+step() { # step NAME COMMAND...
+    name=$1; shift
     if [ "$wanted" = "  " ]; then
         grep -qsx "$sources $name" gpu-all.done && { echo "== $name: done before"; return; }
     else
@@ -41,7 +41,7 @@ step() { # step NAME SECONDS COMMAND...
     fi
     echo "== $name" | tee -a gpu-all.log
     start=$(date +%s)
-    timeout "$limit" "$@" > step.log 2>&1
+    timeout 570 "$@" > step.log 2>&1
     code=$?
     if grep -Eq '^[0-9]+ skipped' step.log; then # tests, and none of them ran
         code=5
@@ -61,25 +61,34 @@ fi
 
 if [ "${1:-}" = --cpu ]; then
     export SPARQ_CUDA=0
-    step cpu-build 3000 $sparq build
-    step cpu-ops 1800 $pytest -m 'not slow' $ops
-    step harness 600 $pytest -m 'not gpu' tests/gpu
+    step cpu-build $sparq build
+    step cpu-ops $pytest -m 'not slow' $ops
+    step harness $pytest -m 'not gpu' tests/gpu
     exit $failed
 fi
-step doctor 120 $sparq doctor
-[ -n "${SPARQ_LIBRARY:-}" ] || step build 3000 $sparq build --cuda native
-step ops 1800 env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
-[ -n "${SPARQ_LIBRARY:-}" ] || step kernels 1800 $pytest -m 'gpu and not slow' tests/cuda
-step decode 1800 $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
+step doctor $sparq doctor
+[ -n "${SPARQ_LIBRARY:-}" ] || step build $sparq build --cuda native
+step ops env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
+step decode $pytest -m 'gpu and not slow' tests/gpu -k 'not sanitizer'
 # the wheels, if they were taken here (make wheels and, for this device alone, make wheel-cuda ARGS=90: dist/, 45 MB)
-[ -z "$(ls dist/sparq_cpp_cuda-*.whl 2> /dev/null)" ] || step wheels 300 $pytest -m gpu tests/test_package.py
-step attention 1800 "$python" -m bench gpu_attention
-step sanitizer 1800 $pytest -m 'gpu and not slow' tests/gpu -k sanitizer
-step tokens 1800 "$python" -m bench gpu_tokens
-# K and V in memory, and cores alone, beside a build of stock
-if [ -z "${SPARQ_LIBRARY:-}" ]; then
-    step in-memory 600 $sparq bench --yes --like llama3-8b -nkvo -d 131072 -a dense -a sparq,ratio=1/8,gpu_min_mb=0
-    step cores 600 $sparq bench --yes --like llama3-8b --layers 4 -ngl 0 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1
+[ -z "$(ls dist/sparq_cpp_cuda-*.whl 2> /dev/null)" ] || step wheels $pytest -m gpu tests/test_package.py
+step attention "$python" -m bench gpu_attention
+for depth in 8192 16384 32768 46080; do
+    step tokens-$depth "$python" -m bench gpu_tokens -d $depth
+done
+step tokens-shared "$python" -m bench gpu_tokens --like llama3-8b -d 32768,131072
+# how often each kernel ran and how long, as tables in gpu-all.log: of 72 dense tokens, then of as many dense ones and 72 sparse ones
+trace="nsys profile -t cuda --cuda-graph-trace=node --stats=true -f true -o nodes $python -m bench gpu_tokens --force --out nodes -d 8192 -n 32 -r 1"
+if command -v nsys > /dev/null; then
+    step nodes-dense $trace -a off
+    step nodes-sparse $trace -a sparq,ratio=1/8,gpu_min_mb=0
 fi
-step figures 300 "$python" -m bench draw gpu_attention gpu_end_to_end
+for tool in memcheck racecheck synccheck initcheck; do
+    step $tool $pytest -m 'gpu and not slow' tests/gpu -k $tool
+done
+if [ -z "${SPARQ_LIBRARY:-}" ]; then
+    step in-memory $sparq bench --yes --like llama3-8b -nkvo -d 131072 -a dense -a sparq,ratio=1/8,gpu_min_mb=0
+    step cores $sparq bench --yes --like llama3-8b --layers 4 -ngl 0 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1
+fi
+step figures "$python" -m bench draw gpu_attention gpu_end_to_end
 exit $failed

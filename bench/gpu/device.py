@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,9 +86,8 @@ class Device:
             raise SparqError("the device failed to compute the graph", "sparq-cpp doctor")
 
 
-def timed(run: Callable[[], None], n_layer: int, seconds: float) -> list[float]:
-    """The nanoseconds per layer of each repetition, without the first runs, in which graphs are
-    captured."""
+def timed(run: Callable[[], None], seconds: float) -> list[float]:
+    """The nanoseconds of each repetition, without the first runs, in which graphs are captured."""
     for _ in range(4):
         run()
     samples: list[float] = []
@@ -97,8 +95,17 @@ def timed(run: Callable[[], None], n_layer: int, seconds: float) -> list[float]:
     while len(samples) < 10 or (time.perf_counter() < end and len(samples) < 500):
         start = time.perf_counter_ns()
         run()
-        samples.append((time.perf_counter_ns() - start) / n_layer)
+        samples.append(time.perf_counter_ns() - start)
     return samples
+
+
+def layer_times(
+    half: Callable[[], None], whole: Callable[[], None], n_layer: int, seconds: float
+) -> list[float]:
+    """The nanoseconds of a layer on the device, from repetitions of n_layer of them, less those of
+    half of them: what a graph costs once cancels."""
+    base = float(np.median(timed(half, seconds / 2)))
+    return [(x - base) / (n_layer - n_layer // 2) for x in timed(whole, seconds / 2)]
 
 
 def torch_with_cuda() -> Any:
@@ -108,23 +115,6 @@ def torch_with_cuda() -> Any:
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None
-
-
-def kernel_times(run: Callable[[], None], n_layer: int) -> dict[str, float]:
-    """The microseconds per layer of each kernel, by its name; empty without torch."""
-    if not (torch := torch_with_cuda()):
-        return {}
-    torch.zeros(1, device="cuda")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    times: dict[str, float] = {}
-    for event in profile.key_averages():
-        if event.self_device_time_total > 0:
-            ours = re.search(r"sparse_cuda::(\w+)", event.key)
-            name = ours.group(1) if ours else event.key[:60]
-            times[name] = times.get(name, 0.0) + event.self_device_time_total / n_layer
-    return times
 
 
 def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float, str]:
@@ -138,7 +128,7 @@ def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float,
             y.copy_(x)
             torch.cuda.synchronize()
 
-        samples = timed(copy, 1, seconds)
+        samples = timed(copy, seconds)
     else:
         with device.context() as ctx:
             a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
@@ -146,5 +136,5 @@ def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float,
             device.allocate(ctx)
             device.fill(a, np.ones(1 << 20, np.float32))
             graph = device.graph(ctx, [node])
-            samples = timed(lambda: device.run(graph), 1, seconds)
+            samples = timed(lambda: device.run(graph), seconds)
     return 2 * n_bytes / float(np.median(samples)), "torch" if torch else "ggml"

@@ -4,11 +4,13 @@
     python -m bench gpu_attention --quick   # small sizes, to see that it runs
 
 A graph has several layers with their own K and V, more bytes than any cache holds, so that every
-layer reads fresh data. It is computed again and again (llama.cpp then replays it as one CUDA graph)
-and timed by the host's clock from the call until the device is done: launches count, as they do in
-decoding. What each kernel takes of it is read from torch's profiler, in one more run. Dense
+layer reads fresh data, and it is computed again and again (llama.cpp then replays it as one CUDA
+graph). So is a graph of half of the layers. The time of a layer is the difference by the layers
+that it has more: what a graph costs once, its launch and the wait for it, is not in it. Dense
 attention is ggml's flash attention, and torch's scaled_dot_product_attention if torch is installed
-(each of its backends, in a CUDA graph, timed in the same way). The time excludes SEAL.
+(each of its backends, in a CUDA graph, timed in the same way). The time excludes SEAL. The shadow
+lies as in a model, with the ranges of a component beside each other. `tail` groups at the end are
+not sealed: their rows of K are read.
 
 Figure `gpu_attention` compares with the faster of the two, measured with the same library; the last
 record of each case counts.
@@ -16,7 +18,7 @@ record of each case counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from bench.gpu.device import Device, copy_bandwidth, kernel_times, timed, torch_with_cuda
+from bench.gpu.device import Device, copy_bandwidth, layer_times, torch_with_cuda
 from pyorch import native
 from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, SHADOW_BYTES
 from pyorch.cli.bench.measurement import Done, Measurement
@@ -45,6 +47,8 @@ D, RANK, TOPK, LOCAL, SINKS = 128, 32, 128, 32, 4
 SHADOWS = {name: int(8 * size) for name, size in SHADOW_BYTES.items()}  # bits
 FRESH = 2 << 30  # the least bytes of K and V in a graph
 SECONDS = 0.3  # of timed repetitions of a case
+TAILS = (1, 7)  # groups
+LINE = 64  # bytes that the row of a component has more
 POOL = 8_388_593  # random elements of K and V: a prime, so that no two rows are alike
 DENSE = ("ggml flash", "torch sdpa")
 METHODS = (*DENSE, *(f"sparq {s}" for s in SHADOWS))
@@ -73,12 +77,14 @@ class KernelCase:
     rank: int = RANK
     topk: int = TOPK
     head_dim: int = D
+    tail: int = optional(0)  # groups at the end that are not sealed
     type_kv: str = "f16"  # always; it stays because the key of every record is made from it
     library: str = optional("sparq")
 
     def __str__(self) -> str:
         heads = f"batch {self.batch:2} heads {self.n_head}/{self.n_head_kv}"
-        return f"{heads} S {self.positions:6} {self.method}"
+        tail = f" tail {self.tail}" if self.tail else ""
+        return f"{heads} S {self.positions:6} {self.method}{tail}"
 
     @property
     def layer_bytes(self) -> int:
@@ -104,7 +110,7 @@ def opened(name: str) -> Device:
 
 
 def groups(o: KernelOptions) -> list[list[KernelCase]]:
-    """Each case by itself; without torch those of ggml alone."""
+    """Each case by itself; without torch those of ggml alone. Tails are of the smallest shadow."""
     opened(o.device)
     methods = METHODS
     if not torch_with_cuda():
@@ -112,9 +118,12 @@ def groups(o: KernelOptions) -> list[list[KernelCase]]:
         methods = tuple(m for m in METHODS if m != "torch sdpa")
     shapes = [(64, 32, 32, 4096)]
     shapes += [(1, 32, kv, 4096 << i) for kv in (32, 8) for i in range(6)]
+    with_tail = [s for s in shapes if s[3] in (8192, 32768, 131072)]
     if o.quick:
-        shapes = [(2, 4, 4, 768), (1, 8, 2, 1024)]
-    return [[KernelCase(*shape, method)] for shape in shapes for method in methods]
+        shapes = with_tail = [(2, 4, 4, 768), (1, 8, 2, 1024)]
+    cases = [KernelCase(*shape, method) for shape in shapes for method in methods]
+    cases += [KernelCase(*shape, "sparq q4", tail=n) for shape in with_tail for n in TAILS]
+    return [[case] for case in cases]
 
 
 @cache
@@ -135,11 +144,12 @@ def measure(o: KernelOptions, group: Sequence[KernelCase], _: Done) -> list[Resu
 
 
 def layers_of(device: Device, case: KernelCase, fresh: int) -> int:
-    need = -(-fresh // case.layer_bytes)
-    most = int(device.free_bytes() * 0.5 / (case.layer_bytes * 1.6))
-    if most < 1:
-        raise SparqError("K and V of one layer do not fit on the device", "a larger device")
-    return max(1, min(need, most, 64))
+    """An even number, of which half are enough to be fresh."""
+    need = 2 * -(-fresh // case.layer_bytes)
+    most = int(device.free_bytes() * 0.5 / (case.layer_bytes * 1.6)) // 2 * 2
+    if most < 2:
+        raise SparqError("K and V of two layers do not fit on the device", "a larger device")
+    return min(need, most, 64)
 
 
 def ggml_layers(device: Device, c: KernelCase, n: int, seconds: float) -> Result:
@@ -187,9 +197,9 @@ def ggml_layers(device: Device, c: KernelCase, n: int, seconds: float) -> Result
             if counts["attend_sparse"] != n * c.batch:
                 raise SparqError(f"{c.method}: not every layer ran sparse: {counts}", "a bug")
             read = (counts["bytes_score"] + counts["bytes_attend"]) // n
-        samples = timed(lambda: device.run(graph), n, seconds)
-        kernels = kernel_times(lambda: device.run(graph), n)
-        return {"samples_ns": samples, "n_layer": n, "bytes_read": read, "kernels_us": kernels}
+        half = device.graph(ctx, nodes[: n // 2])
+        both = (lambda: device.run(half), lambda: device.run(graph))
+        return {"samples_ns": layer_times(*both, n, seconds), "n_layer": n, "bytes_read": read}
 
 
 def sparq(
@@ -203,24 +213,26 @@ def sparq(
 ) -> tuple[Any, list[Any], list[Any], dict[str, Any]]:
     """(stats, SEAL nodes, ATTEND nodes, small inputs by name)."""
     new, base = partial(device.new, ctx), device.base
-    bits, mean_v = SHADOWS[c.method.split()[1]], c.n_head == c.n_head_kv
+    n_range = 16 * (-(-c.n_group // 16) | 1)  # of a component: as llama/sparse-shadow.cpp has them
+    bits = SHADOWS[c.method.split()[1]]
     inputs = {name: new("i32", c.n_group, c.batch) for name in ("list", "sealed")}
     inputs["wanted"] = new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch)
     stats = new("i64", len(STATS))
     visible = base.ggml_sparse_attn_visible(ctx, mask)
     chan = D * c.n_head_kv
     n_sums = -(-c.n_group // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1)
-    width = c.positions if bits == 16 else c.n_group * GROUP * bits // 8
+    width = c.n_group * GROUP * bits // 8 + LINE
     params = slots.ScoreSelectParams(
         slots.ScoreParams(c.rank, scale, 0.0, 0.0, bits),
-        slots.SelectParams(c.topk, c.n_head_kv, LOCAL, mean_v),
+        slots.SelectParams(c.topk, c.n_head_kv, LOCAL, 1),
     )
     seals, nodes = [], []
     for qi, (k, v) in zip(q, kv, strict=True):
+        r = None if bits == 16 else new("f16", 2, n_range, chan, c.batch)
         shadow = {
-            "k_t": new("f16" if bits == 16 else "i8", width, chan, c.batch),
-            "k_range": None if bits == 16 else new("f16", 2, chan, c.n_group, c.batch),
-            "v_sum": new("f32", chan, n_sums, c.batch) if mean_v else None,
+            "k_t": new("i8", width, chan, c.batch) if r else new("f16", width // 2, chan, c.batch),
+            "k_range": r and base.ggml_permute(ctx, r, 0, 2, 1, 3),
+            "v_sum": new("f32", chan, n_sums, c.batch),
         }
         all_of = dict(k=k, v=v, stats=stats, **shadow, **inputs)
         src = sources(q=qi, mask=mask, visible=visible, **all_of)
@@ -230,13 +242,13 @@ def sparq(
 
 
 def rows_of_inputs(c: KernelCase) -> dict[str, np.ndarray]:
-    """The rows of the small inputs: every whole group is sealed."""
+    """The rows of the small inputs: every whole group before the tail is sealed."""
     groups = np.arange(c.n_group, dtype=np.int32)
     full = (groups + 1) * GROUP <= c.positions
     newest = c.positions - 1 - np.arange(LOCAL)
     return {
         "list": np.where(full, groups, -1),
-        "sealed": full,
+        "sealed": full & (groups < c.n_group - c.tail),
         "wanted": np.r_[c.topk, LOCAL, newest, np.arange(SINKS)],
     }
 
@@ -259,27 +271,32 @@ def torch_layers(c: KernelCase, n_layer: int, seconds: float) -> Result:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     best: Result = {}
     for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
-        graph = torch.cuda.CUDAGraph()
         gqa = {"enable_gqa": True} if c.n_head != c.n_head_kv else {}
 
-        def once(name: str = name, gqa: dict[str, bool] = gqa) -> None:
-            with sdpa_kernel(getattr(SDPBackend, name)):
-                for qi, (k, v) in zip(q, kv, strict=True):
-                    sdpa(qi, k, v, **gqa)
+        def captured(n: int, name: str = name, gqa: dict[str, bool] = gqa) -> Callable[[], None]:
+            graph = torch.cuda.CUDAGraph()
 
-        def replay(graph: Any = graph) -> None:
-            graph.replay()
-            torch.cuda.synchronize()
+            def once() -> None:
+                with sdpa_kernel(getattr(SDPBackend, name)):
+                    for qi, (k, v) in zip(q[:n], kv[:n], strict=True):
+                        sdpa(qi, k, v, **gqa)
 
-        try:
+            def replay() -> None:
+                graph.replay()
+                torch.cuda.synchronize()
+
             once()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 once()
+            return replay
+
+        try:
+            half, all_of = captured(n_layer // 2), captured(n_layer)
         except RuntimeError as error:
             note(f"torch {name}: {str(error).splitlines()[0]}")
             continue
-        samples = timed(replay, n_layer, seconds / 3)
+        samples = layer_times(half, all_of, n_layer, seconds / 3)
         if not best or np.median(samples) < np.median(best["samples_ns"]):
             best = {"samples_ns": samples, "backend": name}
     if not best:
@@ -288,16 +305,14 @@ def torch_layers(c: KernelCase, n_layer: int, seconds: float) -> Result:
 
 
 def table(recs: Sequence[Record]) -> str:
-    """A row for each case, with what its kernels take."""
+    """A row for each case."""
     rows = []
     for rec in recs:
         us = float(np.median(rec["samples_ns"])) / 1e3
         rate = rec["bytes_read"] / us / 1e3
-        kernels = (f"{name} {x:.1f}" for name, x in rec.get("kernels_us", {}).items())
         row = [str(records.read_case(KernelCase, rec)), f"{us:.1f}", f"{rate:.0f}"]
-        rows.append([*row, f"{rate / rec['copy_gb_s']:.0%}", ", ".join(kernels)])
-    head = ["case", "us per layer", "GB/s", "of a copy", "us of its kernels"]
-    return markdown(head, rows, left=("case", "us of its kernels"))
+        rows.append([*row, f"{rate / rec['copy_gb_s']:.0%}"])
+    return markdown(["case", "us per layer", "GB/s", "of a copy"], rows, left=("case",))
 
 
 # ---- figure ----

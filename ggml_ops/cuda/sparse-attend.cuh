@@ -20,7 +20,7 @@ struct attend_args {
     float * res;                        // [row][n_head*d_v], rows ld_res floats apart
     unsigned long long * stats;
     int64_t n_kv, n_grp, ld_res;
-    int     fused, n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split_sel, n_split_all, n_grid, n_log2, n_pass, row_k, row_v, mean_v;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split_sel, n_split_all, n_grid, n_log2, n_pass, row_k, row_v, mean_v;
     float   scale, softcap, max_bias;
 };
 
@@ -390,14 +390,11 @@ __device__ __forceinline__ float kept_share(const float * st, int ld, int d_v, i
     return root > 0.0f ? __fsqrt_rn(__fdiv_rn(all, all + expf(rest + 4.0f*logf(root)))) : 1.0f;
 }
 
-struct merge_shared {
-    float f[N_THREAD], l[N_THREAD], part[N_THREAD];
-};
-
-// the states of query head j in order, then the sink; eq. 10. The work of a block
-__device__ __forceinline__ void merge_head(const attend_args & a, merge_shared & m, int64_t row, int j) {
-    float * f = m.f, * l = m.l, * part = m.part;
-    const int64_t h_kv = j/a.n_group_q;
+// the states of a query head in order, then the sink; eq. 10. One block per (query head, row)
+static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
+    begin_kernel();
+    __shared__ float f[N_THREAD], l[N_THREAD], part[N_THREAD];
+    const int64_t row = blockIdx.y, j = blockIdx.x, h_kv = j/a.n_group_q;
     const int     tid = threadIdx.x, ld = a.d_v + ATTEND_STATE;
     const float * st = a.state + (row*a.n_head + j)*a.n_grid*ld;
     const int32_t * sel = selection(a, row, h_kv);
@@ -448,35 +445,22 @@ __device__ __forceinline__ void merge_head(const attend_args & a, merge_shared &
     a.res[row*a.ld_res + j*a.d_v + c] = o;
 }
 
-// one block per (query head, row)
-static __global__ void __launch_bounds__(N_THREAD) merge(const attend_args a) {
-    begin_kernel();
-    __shared__ merge_shared m;
-    merge_head(a, m, blockIdx.y, (int) blockIdx.x);
-}
-
 // blocks that a multiprocessor shall hold at least: what leaves enough registers
 constexpr int attend_blocks(int gb, int d) { return gb == 1 ? (d == 256 ? 2 : 3) : gb == 4 && d < 256 ? 2 : 1; }
 
-// block n_grid of each row: the mean, and counting; fused: one block does all there is to do for a KV head of a row
+// block n_grid of each row: the mean, and counting
 template <int GB, int TYPE_K, int TYPE_V, int D>
 static __global__ void __launch_bounds__(N_THREAD, attend_blocks(GB, D)) attend(const attend_args a) {
     begin_kernel();
     __shared__ union shared_memory {
         attend_shared<GB> split;
         struct { mean_shared mean; float sum[N_THREAD*8]; };
-        merge_shared merge;
     } m;
     if ((int) blockIdx.x < a.n_grid) {
         attend_split<GB, TYPE_K, TYPE_V, D>(a, m.split);
     }
-    if (a.fused || ((int) blockIdx.x == a.n_grid && (int) blockIdx.y < a.n_head_kv)) {
-        __syncthreads();
+    if ((int) blockIdx.x == a.n_grid && (int) blockIdx.y < a.n_head_kv) {
         attend_mean(a, m.mean, m.sum);
-    }
-    for (int h = 0; a.fused && h < a.n_group_q; ++h) {
-        __syncthreads();
-        merge_head(a, m.merge, blockIdx.z, (int) blockIdx.y*a.n_group_q + h);
     }
 }
 

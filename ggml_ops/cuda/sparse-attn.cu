@@ -1,13 +1,4 @@
-// GGML_OP_SPARSE_ATTN on CUDA: tensors to arguments, and which kernels run for a node.
-//
-//   SEAL          seal                             1 launch
-//   VISIBLE       visible                          1
-//   SCORE         score                            1
-//   SELECT        (sum_runs), select_small         1 to 3: sum_runs with several query heads per KV head, rest or top_p
-//              or (sum_runs), list_keys, select            more than 4,096 positions, or top_p
-//   SCORE_SELECT  score, and SELECT without sum_runs       2 or 3
-//   ATTEND        attend, (merge)                  1 or 2: merge where a head is split over blocks
-//   SCORE_SELECT and ATTEND of a layer, on Hopper and later: layer, 1
+// GGML_OP_SPARSE_ATTN on CUDA: tensors to arguments, and which kernels run for a node (docs/cuda.md has a table).
 
 #include "sparse-attn.cuh"
 
@@ -138,23 +129,14 @@ void launch_score(ggml_backend_cuda_context & ctx, score_args a, int64_t n_row) 
     SPARQ_LAUNCH((score<N_BIT, GB, TYPE, NT>), dim3(n_x, n_y, n_row), dim3(NT), ctx.stream(), a);
 }
 
-template <int N_BIT, int GB, int TYPE>
-void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
-    if (a.d <= N_THREAD/2) {
-        launch_score<N_BIT, GB, TYPE, N_THREAD/2>(ctx, a, n_row);
-    } else { // the whole coefficients of several heads would not fit into shared memory
-        launch_score<N_BIT, ggml_sparse_has_codes(N_BIT) ? 1 : GB, TYPE, N_THREAD>(ctx, a, n_row);
-    }
-}
-
 template <int N_BIT, int TYPE>
 void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
     // little work is done sooner by more blocks, although each reads what its neighbours read
-    if (a.n_group_q == 1 || n_row*a.n_head*a.n_run <= 32*n_sm(ctx)) {
-        launch_score<N_BIT, 1, TYPE>(ctx, a, n_row);
-    } else {
-        launch_score<N_BIT, 4, TYPE>(ctx, a, n_row);
-    }
+    const bool is_little = a.n_group_q == 1 || n_row*a.n_head*a.n_run <= 32*n_sm(ctx);
+    constexpr int WIDE = ggml_sparse_has_codes(N_BIT) ? 1 : 4; // whole coefficients of several heads would not fit into shared memory
+    const auto launch = a.d > N_THREAD/2 ? is_little ? launch_score<N_BIT, 1, TYPE, N_THREAD>   : launch_score<N_BIT, WIDE, TYPE, N_THREAD> :
+                                           is_little ? launch_score<N_BIT, 1, TYPE, N_THREAD/2> : launch_score<N_BIT, 4,    TYPE, N_THREAD/2>;
+    launch(ctx, a, n_row);
 }
 
 // n_bit 0: exact
@@ -162,10 +144,8 @@ void run_score(ggml_backend_cuda_context & ctx, const score_args & a, const ggml
     const int64_t n_row = q->ne[2]*q->ne[3];
     if (n_bit > 0) {
         ggml_sparse_with_bits(n_bit, [&](auto bits) { launch_score<bits(), ANY>(ctx, a, n_row); });
-    } else if (a.k.type == GGML_TYPE_F16) {
-        launch_score<0, GGML_TYPE_F16>(ctx, a, n_row);
     } else {
-        launch_score<0, ANY>(ctx, a, n_row);
+        a.k.type == GGML_TYPE_F16 ? launch_score<0, GGML_TYPE_F16>(ctx, a, n_row) : launch_score<0, ANY>(ctx, a, n_row);
     }
 }
 
@@ -295,10 +275,9 @@ void launch_attend(ggml_backend_cuda_context & ctx, attend_args a) {
     if (a.mean_v) {
         a.mean = mean.alloc((int64_t) a.n_row*a.n_head_kv*a.d_v);
     }
-    a.fused = a.mean_v && a.n_grid == 1 && a.n_pass == 1; // many rows: a launch less, and half of the blocks
-    const int n_count = !a.fused && (a.stats || a.mean_v) ? 1 : 0;
+    const int n_count = a.stats || a.mean_v ? 1 : 0;
     SPARQ_LAUNCH((attend<GB, TYPE, TYPE, D>), dim3(a.n_grid + n_count, n_y, a.n_row), dim3(N_THREAD), ctx.stream(), a);
-    if (merged && !a.fused) {
+    if (merged) {
         SPARQ_LAUNCH(merge, dim3(a.n_head, a.n_row), dim3(N_THREAD), ctx.stream(), a);
     }
 }
@@ -364,12 +343,7 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
         case 64:  launch_attend_f16< 64>(ctx, a); break;
         case 128: launch_attend_f16<128>(ctx, a); break;
         case 256: launch_attend_f16<256>(ctx, a); break;
-        default:
-            if (a.n_group_q == 1) {
-                launch_attend<1, ANY, 0>(ctx, a);
-            } else {
-                launch_attend<4, ANY, 0>(ctx, a);
-            }
+        default:  a.n_group_q == 1 ? launch_attend<1, ANY, 0>(ctx, a) : launch_attend<4, ANY, 0>(ctx, a);
     }
 }
 
@@ -377,7 +351,10 @@ void op_attend(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
 
 template <int N_BIT, int GB, int TYPE>
 bool launch_layer(ggml_backend_cuda_context & ctx, layer_args a) {
-    constexpr size_t N_SHARED = sizeof(layer_shared<N_BIT, GB>);
+    using shared = layer_shared<N_BIT, GB>;
+    constexpr size_t N_SHARED = sizeof(shared), N_KB = 1024; // a block has as much besides
+    static_assert(N_SHARED <= 227*N_KB && (N_BIT != 4 || layer_blocks(N_BIT, GB)*(N_SHARED + N_KB) <= 228*N_KB), "more than a multiprocessor of Hopper has");
+    static_assert(offsetof(shared, q) % 16 == 0 && offsetof(shared, marks) % 16 == 0 && offsetof(shared, coarse) % 8 == 0, "they are read as vectors");
     const int64_t n_row = a.attend.n_row, n_heads = n_row*a.score.n_head_kv, n_head = a.score.n_head;
     // as large as leaves room for all clusters at once; else as small as can be
     a.n_block = 0;
@@ -493,6 +470,9 @@ int ggml_cuda_fuse_sparse_attn(ggml_backend_cuda_context & ctx, const ggml_cgrap
 bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
     if (cc < 750 || cc >= 0x10000) { // larger numbers are GPUs of other makers
         return false;
+    }
+    if (dst->op_params[0] == GGML_SPARSE_ATTN_IS_TIMED) {
+        return cc >= 900; // before Hopper tokens were slower than dense ones (docs/gpu.md)
     }
     const auto src = ggml_sparse_src_of(dst);
     const ggml_tensor * q = src.q, * k = src.k;

@@ -275,7 +275,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::see_groups(int (&s
             sum[3] += in_k_t ? coded_bytes : v*sa.row_bytes;
             sum[4] += is_whole ? 0 : v*ta.row_v;
             if (lane == 0) {
-                m.score.sealed[HAS_CODES ? g/32 : 0] = b0;
+                if constexpr (HAS_CODES) {
+                    m.score.sealed[g/32] = b0;
+                }
                 m.coded [g/32] = b1;
                 m.rows  [g/32] = b2;
                 m.whole [g/32] = b3;

@@ -233,7 +233,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::join_warps(const r
         if (lane == 0) {
             m.head_top[h0 + warp] = top;
             m.head_sum[h0 + warp] = sum;
-            m.head_least = low;
+            if (GB == 1) {
+                m.head_least = low;
+            }
         }
     }
 }
@@ -287,7 +289,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::join_softmax() {
             m.top[h] = ref;
             m.sum[h] = sum;
             m.inv[h] = sum > 0.0f ? __fdiv_rn(1.0f, sum) : 0.0f;
-            m.least  = least;
+            if (GB == 1) {
+                m.least = least;
+            }
         }
     }
     __syncthreads();

@@ -15,8 +15,6 @@
 // The selection is what SELECT defines, to the last cell: the histogram only tells where the cut is, and the cells of that bin are ranked exactly.
 // Where they are too many, the bin gets a histogram of its own; ties that no histogram parts are cut by halving. Everything is added up in an order
 // that depends on the shapes and the device.
-//
-// Most of this code runs once or a few times in a launch, so what it costs is the fetching of instructions: loops stay loops.
 
 #include "sparse-layer-attend.cuh"
 #include "sparse-layer-score.cuh"

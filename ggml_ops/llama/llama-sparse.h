@@ -41,7 +41,7 @@ extern "C" {
 //   min_k    lower bound of topk when it comes from ratio (default 128); whatever its source, no layer's k is below sinks + local + 1
 //   min_ctx  up to this many positions of a sequence, or cells in use (rounded up to 256): exact dense (default 1024)
 //   gpu_min_mb  where K lies on a GPU: a layer whose K and V that all tokens of the step would read are below so many MB keeps llama.cpp's
-//            attention (default 320; 0: always sparse)
+//            attention (default 320, or on GPUs before Hopper all of them; 0: always sparse)
 //   mean_v   auto | on | off       step 3, interpolation with the mean value (auto: on)
 //   shadow   q4 | q8 | f16         the transposed copy of K: +13 %, +26 %, +50 % of f16 KV; at the same ratio fewer bits find more (default q4)
 //   budget   uniform | ramp | ramp-down    ramp: topk grows linearly from the first to the last layer, same total (arXiv 2502.06766, 4.4)

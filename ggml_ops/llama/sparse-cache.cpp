@@ -120,7 +120,7 @@ ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {
     return llama_sparse_device_of(t->buffer);
 }
 
-std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
+std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t, const llama_sparse_spec & spec) {
 #define X(step) #step,
     static const char * names[GGML_SPARSE_ATTN_COUNT] = { GGML_SPARSE_STEPS(X) };
 #undef X
@@ -130,5 +130,9 @@ std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t) {
             res = std::string(ggml_backend_dev_name(dev)) + " has no kernel for " + names[node->op_params[0]];
         }
     });
-    return res;
+    ggml_tensor any = {};
+    any.op           = GGML_OP_SPARSE_ATTN;
+    any.op_params[0] = GGML_SPARSE_ATTN_IS_TIMED;
+    const bool is_slow = res.empty() && spec.gpu_min_mb < 0 && !spec.is_dense() && !llama_sparse_is_cpu(dev) && !ggml_backend_dev_supports_op(dev, &any);
+    return is_slow ? "not known to be faster on such a GPU" : res;
 }

@@ -53,5 +53,6 @@ void llama_sparse_for_each_node(ggml_tensor * t, F f) {
     }
 }
 
-// "" or why not on this device: it can not run all nodes of ours that t is made of
-std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t);
+// "" or why not on this device: it can not run all nodes of ours that t is made of, or no GPU of its kind is known to be faster so and gpu_min_mb does
+// not ask for it
+std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t, const llama_sparse_spec & spec);

@@ -19,6 +19,9 @@ namespace {
 // logits and lists of all decoded tokens of a step in a layer, on a GPU
 constexpr double GPU_SCRATCH_BYTES = 1 << 30;
 
+// gpu_min_mb where nothing else is asked for: below it tokens of models with shared KV heads were no faster on Hopper
+constexpr int32_t GPU_MIN_MB = 320;
+
 // what build_attn() is called with
 struct attention {
     const llm_graph_context & g;
@@ -244,7 +247,7 @@ std::string why_not_there(const attention & a, bool reads_all) {
     }
     // it reads few bytes faster than it selects
     const double dense_bytes = llama_sparse_row_bytes(inp.kv(), a.il)*a.k->ne[1]*inp.n_kv*tok.n_reply;
-    if (!a.spec().is_dense() && (reads_all || dense_bytes < a.spec().gpu_min_mb*1e6)) {
+    if (!a.spec().is_dense() && (reads_all || dense_bytes < (a.spec().gpu_min_mb < 0 ? GPU_MIN_MB : a.spec().gpu_min_mb)*1e6)) {
         return reads_all ? "every position is read" : "short for a GPU";
     }
     // its kernels keep the logits of the whole range, also of the prompts in it, so it may be as wide as replies alone can be
@@ -305,7 +308,7 @@ ggml_tensor * build_replies(const attention & a, ggml_tensor * k_t, std::string 
         }
         res = (k_t ? ggml_sparq_attn : ggml_topk_attn)(a.g.ctx0, &src, params_of(a, topk_max, rank));
     }
-    why = llama_sparse_why_not_run(a.device(), res);
+    why = llama_sparse_why_not_run(a.device(), res, a.spec());
     if (!why.empty()) {
         return nullptr; // the nodes made above are in no graph
     }

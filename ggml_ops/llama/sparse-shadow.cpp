@@ -94,7 +94,7 @@ static std::string why_no_layer(const llama_kv_cache & kv, const llama_sparse_sp
     llama_sparse_shadow::layer::make(ctx, kv, spec, ikv).seal(ctx, 0, in, seal);
     const ggml_sparse_score_params  score  = { 1, 1.0f, 0.0f, 0.0f, seal.n_bit, seal.n_rot, 0 };
     const ggml_sparse_select_params select = { 1, (int32_t) in.k->ne[1], 0, in.v_sum != nullptr, 1.0f, 0, 2 };
-    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, { score, select }));
+    return llama_sparse_why_not_run(dev, ggml_sparq_attn(ctx, &in, { score, select }), spec);
 }
 
 // Memory of a device (nullptr: the host) for the tensors of ctx; none with no_alloc, in a context that only measures. It is not cleared: a group is read only
@@ -115,8 +115,8 @@ static ggml_backend_buffer_ptr allocate(ggml_context * ctx, ggml_backend_dev_t d
 }
 
 void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_spec & spec) {
-    const bool v_sum = spec.wants_mean_v();
-    if (*llama_sparse_why_not(kv) || (has_tensors() && bits == spec.n_bit && (has_v_sum || !v_sum))) {
+    const bool v_sum = spec.wants_mean_v(), asks = spec.gpu_min_mb >= 0;
+    if (*llama_sparse_why_not(kv) || (has_tensors() && bits == spec.n_bit && (has_v_sum || !v_sum) && (was_asked || !asks))) {
         return;
     }
     const auto & cached = llama_sparse_access::layers(kv);
@@ -158,6 +158,7 @@ void llama_sparse_shadow::make_tensors(llama_kv_cache & kv, const llama_sparse_s
     ctxs      = std::move(new_ctxs);
     bits      = spec.n_bit;
     has_v_sum = v_sum;
+    was_asked = asks;
     invalidate();
 }
 

@@ -104,6 +104,7 @@ private:
     std::vector<layer> layers; // by layer of the cache
     int32_t            bits      = 16;
     bool               has_v_sum = false;
+    bool               was_asked = false; // by gpu_min_mb
 
     std::vector<ggml_context_ptr>        ctxs;
     std::vector<ggml_backend_buffer_ptr> bufs;

@@ -32,7 +32,7 @@ struct llama_sparse_spec {
     int32_t sinks   = 4;
     int32_t min_k   = 128;
     int32_t min_ctx = 1024;
-    int32_t gpu_min_mb = 320;
+    int32_t gpu_min_mb = -1; // < 0: 320 on GPUs that are known to be faster so, dense on others
     int32_t mean_v  = -1;   // < 0: auto
     int32_t ramp    = 0;    // 1: k grows over the layers, -1: it falls
     double  top_p   = 1.0;

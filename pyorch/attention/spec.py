@@ -87,7 +87,7 @@ class AttentionSpec:
     local: int | None = None
     sinks: int = _DEFAULTS["sinks"]
     min_ctx: int = _DEFAULTS["min_ctx"]
-    gpu_min_mb: int = _DEFAULTS["gpu_min_mb"]
+    gpu_min_mb: int | None = None
     mean_v: str = _DEFAULTS["mean_v"]
     budget: str = _DEFAULTS["budget"]
     shadow: str = _DEFAULTS["shadow"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import fake_device
 import pytest
-from bench_options import options
 
 from bench import plot
 from bench.gpu import kernels, tokens
@@ -19,40 +18,23 @@ from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.measure.room import Synthetic
 
-ENV = {"machine": {"cpu": "A CPU", "cores": 2}}
-
-
-def ran(*args: object, fails: bool = False) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, in the clone."""
-    argv = [sys.executable, *map(str, args)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, cwd=paths.REPOSITORY)
-    assert bool(done.returncode) == fails, done.stderr[-2000:]
-    return done
-
 
 def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
     """Every case that needs no torch is measured."""
     library = fake_device.build(tmp_path, native_lib_dir)
-    argv = ["-m", "bench", "gpu_attention", "--quick", "--device", library]
-    argv += ["--out", tmp_path]
-    ran(*argv)
+    argv = [sys.executable, "-m", "bench", "gpu_attention", "--quick", "--device", library]
+    subprocess.run([*argv, "--out", tmp_path], check=True, timeout=600, cwd=paths.REPOSITORY)
     recs = records.load_all(tmp_path / kernels.FILE)
-    methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2
+    methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2 + ["sparq q4"] * 4
     assert [r["case"]["method"] for r in recs] == methods
-    for rec in recs:
-        assert min(rec["samples_ns"]) > 0 and rec["device"] == "FAKE0"
+    assert [r["case"].get("tail", 0) for r in recs[8:]] == [1, 7, 1, 7]
+    assert recs[7]["bytes_read"] < recs[10]["bytes_read"] < recs[11]["bytes_read"]
+    for rec in recs[:8]:
+        assert len(rec["samples_ns"]) >= 10 and rec["device"] == "FAKE0"
         dense = rec["case"]["positions"] * rec["case"]["batch"] * rec["case"]["n_head_kv"] * 512
         sparse = rec["case"]["method"].startswith("sparq")
         assert 0 < rec["bytes_read"] <= dense and (rec["bytes_read"] < dense) == sparse
     assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_attention.md").read_text()
-
-
-def add(folder: Path, method: str, us: float, stamp: str) -> None:
-    case = dict(batch=1, n_head=32, n_head_kv=32, positions=4096, method=method)
-    more = {"bytes_read": 10**6, "copy_gb_s": 100.0, "samples_ns": [us * 1e3]}
-    more |= {"device": "a GPU", "env": ENV | {"stamps": {"sparq": stamp}}}
-    rec = records.record("gpu_attention", case, stamp, **more)
-    records.append(folder / kernels.FILE, rec)
 
 
 @pytest.mark.parametrize("machine", ["nvidia-h100", "nvidia-h200"])
@@ -88,29 +70,3 @@ def test_tokens_of_our_dense_attention_are_timed(
     assert [len(r["samples_ns"]) for r in measured("dense")] == [6, 6]
     with pytest.raises(SparqError, match="not every layer was sparse"):
         measured("sparq,ratio=1/8,min_ctx=4096")
-
-
-def test_more_of_the_same_is_measured() -> None:
-    """As many repetitions as were asked for, not those of an earlier run."""
-    of = tokens.MEASUREMENT
-    keys = {
-        records.key(of.name, records.case_of(of.groups(options(of, "-n", n, "-r", r))[0][0]), "")
-        for n in ("3", "32")
-        for r in ("3", "300")
-    }
-    assert len(keys) == 4
-
-
-def test_figure_has_the_last_of_each_case_against_dense_of_the_same_library(
-    tmp_path: Path,
-) -> None:
-    for stamp, dense, ours in (("a", 40, 20), ("b", 80, 20)):
-        add(tmp_path, "ggml flash", dense, stamp)
-        add(tmp_path, "sparq q4", ours, stamp)
-    add(tmp_path, "ggml flash", 60, "b")  # measured again
-    add(tmp_path, "sparq q4", 10, "c")  # with no dense beside it
-    rows = kernels.data(tmp_path)
-    assert [(r["method"], 1e3 * r["layer_ms"], r["speedup"]) for r in rows] == [
-        ("ggml flash", 60, 1),
-        ("sparq q4", 20, 3),
-    ]

@@ -15,16 +15,9 @@ import cuda_lib
 from cuda_lib import CudaGgml
 
 
-@pytest.fixture(
-    scope="session", params=["host", pytest.param("gpu", marks=pytest.mark.gpu)], ids=str
-)
-def ggml(request, native_lib_dir: Path, ggml_headers: Path, made_once) -> CudaGgml:
-    """ggml of our build, whose graphs run on the CUDA kernels: emulated, or on a GPU."""
-    if request.param == "gpu":
-        if reason := cuda_lib.why_no_gpu():
-            pytest.skip(reason)
-        made = made_once("cuda-gpu", partial(cuda_lib.build_gpu, ggml_headers))
-        return CudaGgml(native_lib_dir, made / cuda_lib.NAME)
+@pytest.fixture(scope="session")
+def ggml(native_lib_dir: Path, ggml_headers: Path, made_once) -> CudaGgml:
+    """ggml of our build, whose graphs run on the CUDA kernels, emulated."""
     if reason := cuda_lib.why_no_host():
         pytest.skip(reason)
     made = made_once("cuda-host", partial(cuda_lib.build_host, ggml_headers))
@@ -41,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     each test, evenly chosen."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if "test_kernels.py" in item.nodeid and item.get_closest_marker("gpu") is None:
+        if "test_kernels.py" in item.nodeid:
             tests.setdefault(item.originalname, []).append(item)
     for name, group in tests.items():
         small = [i for i in group if _is_small(i) and i.get_closest_marker("slow") is None]
@@ -53,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_small(item: pytest.Function) -> bool:
-    params = item.callspec.params
+    params = item.callspec.params if hasattr(item, "callspec") else {}
     case = params.get("case")
     n = max(params.get("n", 0), params.get("n_kv", 0))
     return n < 5000 and (case is None or case.size < 400_000)

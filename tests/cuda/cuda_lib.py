@@ -1,7 +1,7 @@
 """Our CUDA sources compiled alone, and called by the op tests in place of the CPU op.
 
-`host`: by the C++ compiler on host/cuda_emu.h, which runs the kernels as they are on the CPU.
-`gpu`: by nvcc; the memory of a graph is copied to the device for each node, and back.
+The C++ compiler compiles them on host/cuda_emu.h, which runs the kernels as they are on the CPU,
+and stops at a race or at undefined behaviour.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import ctypes
 import os
 import shutil
 import subprocess
-from ctypes import POINTER, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_int, c_size_t, c_void_p
 from pathlib import Path
 
-import numpy as np
-from ggml_ctypes import Buffer, Ggml
+from ggml_ctypes import Ggml
 
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
@@ -24,35 +23,44 @@ NAME = "sparq-cuda.so"
 NVCC_FLAGS = ["-std=c++17", "-use_fast_math", "-extended-lambda"]
 
 
-def include_flags(headers: Path) -> list[str]:
+def include_flags(headers: Path, kernels: Path = OPS / "cuda") -> list[str]:
     """headers: folder `ggml` of the source."""
-    folders = [HERE / "host", OPS, OPS / "cuda", headers / "include", headers / "src"]
+    folders = [HERE / "host", OPS, kernels, headers / "include", headers / "src"]
     return [f"-I{folder}" for folder in folders]
 
 
-def host_compiler() -> list[str]:
+def build_host(headers: Path, folder: Path, kernels: Path = OPS / "cuda") -> None:
+    objects = [folder / "kernels.o", folder / "main.o"]
+    compile_host(kernels / SOURCES[0].name, objects[0], include_flags(headers, kernels))
+    compile_host(SOURCES[1], objects[1], include_flags(headers), checked=False)
+    link_host(headers, [*objects, "-shared"], folder / NAME)
+
+
+def compile_host(source: Path, out: Path, includes: list[str], checked: bool = True) -> None:
     # kernels read bytes as vectors; the emulator jumps between stacks
-    flags = ["-std=gnu++17", "-O2", "-g1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
-    return [shutil.which("g++") or "c++", *flags]
+    argv = [_host(), "-std=gnu++17", "-O2", "-g1", "-w", "-fno-strict-aliasing", "-fPIC"]
+    argv += ["-U_FORTIFY_SOURCE", *includes]
+    if checked:
+        argv += ["-fsanitize=thread,undefined", "-fno-sanitize-recover", "-fno-threadsafe-statics"]
+    subprocess.run([*argv, "-x", "c++", "-c", source, "-o", out], check=True)
 
 
-def build_host(headers: Path, folder: Path) -> None:
-    out = folder / NAME
-    argv = [*host_compiler(), "-fPIC", "-shared", "-x", "c++", *include_flags(headers)]
-    subprocess.run([*argv, *map(str, SOURCES), "-o", str(out)], check=True)
+def link_host(headers: Path, parts: list[Path | str], out: Path) -> None:
+    """With what finds races in place of the compiler's own library."""
+    races = out.with_name("races.o")
+    compile_host(HERE / "host" / "races.cpp", races, include_flags(headers), checked=False)
+    subprocess.run([_host(), *parts, races, "-lubsan", "-o", out], check=True)
 
 
-def build_gpu(headers: Path, folder: Path) -> None:
-    out = folder / NAME
-    argv = ["nvcc", *NVCC_FLAGS, "-arch=native", "-O3", "-x", "cu", "-shared", "-Xcompiler=-fPIC"]
-    subprocess.run([*argv, *include_flags(headers), *map(str, SOURCES), "-o", str(out)], check=True)
+def _host() -> str:
+    return shutil.which("g++") or "c++"
 
 
 class CudaGgml(Ggml):
     """Ggml whose graphs run on our CUDA kernels.
 
     cc: compute capability as ggml numbers it.
-    n_sm: multiprocessors to plan for; 0: four on the host, on a GPU those it has.
+    n_sm: multiprocessors to plan for; 0: four.
     fuse: run SCORE_SELECT and ATTEND of a layer in one launch, where that is possible.
     """
 
@@ -62,32 +70,17 @@ class CudaGgml(Ggml):
         super().__init__(lib_dir)
         self.lib = ctypes.CDLL(str(library))
         self.run = self.lib.sparq_cuda_compute
-        ints = [c_int] * 5
-        self.run.argtypes = [c_void_p, *ints, POINTER(c_size_t), c_void_p, c_int]
+        self.run.argtypes = [c_void_p, *[c_int] * 5, POINTER(c_size_t)]
         self.cc, self.n_sm, self.fuse = cc, 0, True
         self.n_fused = 0  # layers that were one launch
         self.scratch = 0  # bytes, of the node that needed the most
-        self.held: list[Buffer] = []  # memory of the graph
-
-    def graph(self):
-        self.held = []
-        self.current = super().graph()
-        return self.current
-
-    def buffer(self, size: int, fill: int) -> Buffer:
-        self.held.append(super().buffer(size, fill))
-        return self.held[-1]
 
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
         """n_threads 2, which is what most tests ask for: the emulator runs backwards."""
-        arrays = [b.raw for b in self.held] + self.current.lazies
-        table = np.array([[a.ctypes.data, a.nbytes] for a in arrays], np.uint64)
-        pointer = table.ctypes.data_as(POINTER(c_uint64))
         i = 0
         while i < len(nodes):
             scratch = c_size_t()
-            sizes = (self.fuse, self.cc, self.n_sm, n_threads == 2, scratch, pointer, len(table))
-            n_done = self.run(graph, i, *sizes)
+            n_done = self.run(graph, i, self.fuse, self.cc, self.n_sm, n_threads == 2, scratch)
             if n_done == 0:
                 raise NotImplementedError(f"sub-operation {nodes[i].contents.op_params[0]}")
             self.scratch = max(self.scratch, scratch.value)
@@ -100,16 +93,3 @@ def why_no_host() -> str:
     if not shutil.which("g++") and not shutil.which("c++"):
         return "no C++ compiler"
     return "" if os.uname().sysname == "Linux" else "the emulator of CUDA needs Linux"
-
-
-def why_no_gpu() -> str:
-    """Why the kernels can not run on a GPU here; empty: they can."""
-    if not shutil.which("nvcc"):
-        return "no nvcc"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no CUDA driver"
-    count = c_int()
-    has_driver = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-    return "" if has_driver and count.value else "no CUDA device"

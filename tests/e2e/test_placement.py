@@ -271,6 +271,7 @@ def test_a_mask_beside_replies_goes_to_a_device_once(offload_kqv: bool, run) -> 
         (TOPK, "FAKE_REFUSE=3", "no kernel for SELECT"),
         ("dense", "FAKE_REFUSE=1", "no kernel for VISIBLE"),
         (SPARQ, "FAKE_NAME=RPC FAKE_REFUSE=0", "on a worker without our sparse attention"),
+        ("sparq,rank=8,topk=64,min_ctx=0", "FAKE_REFUSE=7", "not known to be faster"),
     ],
 )
 def test_what_a_device_cannot_run_stays_dense(spec: str, variables: str, why: str, run) -> None:

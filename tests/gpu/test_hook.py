@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llama import ROOT, from_child
-from test_gate import Run, runner
+from test_gate import Run, assert_same_bits, runner
 
 from pyorch.native import cuda
 
@@ -69,7 +69,19 @@ def test_cuda_graphs_stay_captured(decode: Run) -> None:
     assert reused > 300 and reset < 20, (reused, reset)
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_overlapping_launches_give_the_same_bits(
+    decode: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0: each kernel begins after the one in front of it has ended."""
+    spec, runs = "sparq,rank=16,topk=128,min_ctx=0,gpu_min_mb=0", []
+    for overlap in "01":
+        monkeypatch.setenv("GGML_CUDA_PDL", overlap)
+        decode.cache_clear()
+        runs.append(decode(spec=spec, n_decode=1000, n_gpu_layers=99))
+    assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_compute_sanitizer(tool: str, cuda_lib_dir: Path) -> None:
     beside = str(Path(cuda.find_nvcc()).resolve().parent)
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=beside)

@@ -3,9 +3,9 @@
 // CUDA kernels on one CPU thread: what our kernels use of the language and its intrinsics, so that g++ compiles them as they are.
 //
 //   Every thread of a block is a fiber. A fiber runs until it waits (at a barrier of its cluster, its block or its warp) or ends; then the first one
-//   that can runs. Clusters, which as a rule are one block, run one after another. cuda_emu_order(1) runs threads and blocks from the last to the first: results
-//   that differ between the two orders betray a missing barrier.
-//   A barrier that not every thread reaches, and a warp operation that lanes reach at different places, abort.
+//   that can runs. Clusters, which as a rule are one block, run one after another. `backwards` runs threads and blocks from the last to the first: the results
+//   must not differ.
+//   A barrier that not every thread reaches, a warp operation that lanes reach at different places, and what races.cpp finds, abort.
 //   Not emulated: time, weak memory order, the exact bits of the fast exp and division, what lies in shared memory at the start.
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include <cmath>
 #include <functional>
 #include <sys/mman.h>
+#include <vector>
 #include <ucontext.h>
 
 #define __global__
@@ -48,7 +49,8 @@ struct fiber {
     ucontext_t ctx;
     jmp_buf    at;
     bool       started = false;
-    unsigned   n_warp = 0, n_block = 0, n_arrived = 0; // operations so far
+    unsigned   n_warp = 0, n_block = 0, n_arrived = 0, n_waited = 0; // operations so far
+    bool       has_begun = false; // has waited for the kernel in front
     dim3       thread;
 };
 
@@ -69,15 +71,19 @@ struct machine {
     int      n_block_arrived[C_MAX], n_cluster_arrived = 0;
     unsigned n_phase = 0; // barriers of the cluster that are done
     int      block_value[2][N_MAX];
-    const std::function<void()> * kernel = nullptr;
+    std::function<void()> kernel;
+    const void * functor = nullptr; // the arguments of the kernel
+    size_t   n_functor = 0;
+    std::vector<std::pair<const void *, size_t>> memory; // all that a kernel may read or write but for shared memory, and its bytes
+    bool     runs = false;          // a fiber, not the host
+    unsigned n_launch = 0, n_cluster_run = 0;
 };
 
-inline machine & m() {
-    static machine * x = new machine;
-    return *x;
-}
+inline machine * const the_machine = new machine;
+__attribute__((always_inline)) inline machine & m() { return *the_machine; }
 
 [[noreturn]] inline void fail(const char * what) {
+    m().runs = false;
     fprintf(stderr, "cuda_emu: %s (block %u %u %u, thread %d)\n", what, m().index.x, m().index.y, m().index.z, m().self);
     abort();
 }
@@ -90,7 +96,7 @@ inline void wait() { // back to the loop of run_cluster
 
 inline void body() {
     for (;;) {
-        (*m().kernel)();
+        m().kernel();
         m().state[m().self] = 0;
         wait();
     }
@@ -100,6 +106,7 @@ inline void run_fiber(int i) {
     m().self = i;
     if (_setjmp(m().home) == 0) {
         fiber & f = m().f[i];
+        m().runs = true;
         if (f.started) {
             _longjmp(f.at, 1);
         }
@@ -111,6 +118,7 @@ inline void run_fiber(int i) {
         makecontext(&f.ctx, body, 0);
         setcontext(&f.ctx);
     }
+    m().runs = false;
 }
 
 inline int of_block() { return m().self/(int) m().block.x; } // of the cluster
@@ -125,9 +133,11 @@ inline void run_cluster() {
     memset(x.n_block_arrived, 0, sizeof(x.n_block_arrived));
     x.n_cluster_arrived = 0;
     x.n_phase = 0;
+    ++x.n_cluster_run;
     for (int i = 0; i < x.n; ++i) {
         x.state[i]  = 1;
-        x.f[i].n_warp = x.f[i].n_block = x.f[i].n_arrived = 0;
+        x.f[i].n_warp = x.f[i].n_block = x.f[i].n_arrived = x.f[i].n_waited = 0;
+        x.f[i].has_begun = false;
         x.f[i].thread = dim3(i % x.block.x);
     }
     for (;;) { // always the first that can run, so that blocks and warps get as far ahead of the others as barriers let them
@@ -142,7 +152,8 @@ inline void run_cluster() {
     }
 }
 
-inline void launch(dim3 grid, dim3 block, const std::function<void()> & kernel, int n_cluster = 1, size_t n_shared = 0) {
+template <typename F>
+void launch(dim3 grid, dim3 block, const F & kernel, int n_cluster = 1, size_t n_shared = 0) {
     machine & x = m();
     if (!x.stacks) {
         const auto map = [](size_t n) { return (char *) mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0); };
@@ -158,8 +169,11 @@ inline void launch(dim3 grid, dim3 block, const std::function<void()> & kernel, 
     x.grid   = grid;
     x.block  = block;
     x.n      = n_cluster*(int) block.x;
-    x.kernel = &kernel;
+    x.kernel = std::cref(kernel);
+    x.functor   = &kernel;
+    x.n_functor = sizeof(kernel);
     x.n_cluster = n_cluster;
+    ++x.n_launch;
     const uint64_t n_x = grid.x/n_cluster, n = n_x*grid.y*grid.z;
     for (uint64_t j = 0; j < n; ++j) {
         const uint64_t i = x.backwards ? n - 1 - j : j;
@@ -228,12 +242,18 @@ inline void wait_cluster() {
         x.state[x.self] = 4;
         wait();
     }
+    x.f[x.self].n_waited = x.f[x.self].n_arrived;
 }
 
 template <typename T> inline uint64_t to_bits(T v) { uint64_t b = 0; memcpy(&b, &v, sizeof(v)); return b; }
 template <typename T> inline T from_bits(uint64_t b) { T v; memcpy(&v, &b, sizeof(v)); return v; }
 
 inline void check_mask(unsigned mask) { if (mask != 0xFFFFFFFFu) { fail("a mask of less than the whole warp is not emulated"); } }
+
+// how a kernel reads or writes; CACHED: by __ldcg()
+enum class by { PLAIN, CACHED, ATOMIC };
+void touch(const void * p, size_t n, bool writes, by kind = by::PLAIN); // races.cpp
+#define SPARQ_UNSEEN __attribute__((no_sanitize("thread"))) static
 
 } // namespace emu
 
@@ -284,7 +304,7 @@ template <typename T> static inline T * cluster_at(T * p, int block) {
     }
     return (T *) ((char *) p + ((ptrdiff_t) block - emu::of_block())*emu::SHARED);
 }
-static inline void ggml_cuda_pdl_sync() {}
+static inline void ggml_cuda_pdl_sync() { emu::m().f[emu::m().self].has_begun = true; }
 static inline void ggml_cuda_pdl_lc() {}
 
 static inline int      __popc(unsigned x)            { return __builtin_popcount(x); }
@@ -297,7 +317,7 @@ static inline float    __fdiv_rn(float a, float b)   { return a/b; }
 static inline float    __fdividef(float a, float b)  { return a/b; }
 static inline int      __float2int_rd(float x)       { return x != x ? 0 : x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : (int) floorf(x); }
 static inline float    __fsqrt_rn(float a)           { return sqrtf(a); }
-template <typename T> static inline T __ldcg(const T * p) { return *p; }
+template <typename T> SPARQ_UNSEEN T __ldcg(const T * p) { emu::touch(p, sizeof(T), false, emu::by::CACHED); return *p; }
 static inline int      min(int a, int b)             { return a < b ? a : b; }
 static inline int      max(int a, int b)             { return a > b ? a : b; }
 static inline int64_t  min(int64_t a, int64_t b)     { return a < b ? a : b; }
@@ -311,8 +331,8 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     for (int i = 0; i < 4; ++i) { res |= (unsigned) (x >> 8*(s >> 4*i & 7) & 255) << 8*i; }
     return res;
 }
-template <typename T> static inline T atomicAdd(T * p, T v) { const T old = *p; *p += v; return old; }
-static inline unsigned atomicOr(unsigned * p, unsigned v) { const unsigned old = *p; *p |= v; return old; }
+template <typename T> SPARQ_UNSEEN T atomicAdd(T * p, T v) { emu::touch(p, sizeof(T), true, emu::by::ATOMIC); const T old = *p; *p += v; return old; }
+SPARQ_UNSEEN unsigned atomicOr(unsigned * p, unsigned v) { emu::touch(p, sizeof(v), true, emu::by::ATOMIC); const unsigned old = *p; *p |= v; return old; }
 
 // ---- cuda_fp16.h; conversions by ggml, included before ----
 

@@ -1,0 +1,54 @@
+"""The emulator stops at a race that is put into the kernels."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import signal
+from pathlib import Path
+
+import cuda_lib
+import numpy as np
+import pytest
+from cuda_lib import CudaGgml
+from graphs import sparse_run
+from test_layer import CUTS, with_logits
+
+SELECT, ATTEND = "sparse-layer-select.cuh", "sparse-layer-attend.cuh"
+READ = "        cluster_arrive();\n        cluster_wait(); // the histograms were read\n"
+LISTED = "    cluster_arrive();\n    cluster_wait(); // C\n"
+
+
+@pytest.mark.slow  # each is compiled
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("sparse-layer.cuh", "    begin_kernel();", "", "begin_kernel"),
+        (ATTEND, "__ldcg(&st[d_v])", "st[d_v]", "L1 cache"),
+        (SELECT, READ, "", "a race"),
+        (SELECT, LISTED, "", "cuda_emu"),  # reads what is no list yet
+    ],
+)
+def test_an_edit_that_makes_a_race_is_found(
+    file: str, old: str, new: str, message: str, native_lib_dir, ggml_headers, tmp_path, capfd
+) -> None:
+    if reason := cuda_lib.why_no_host():
+        pytest.skip(reason)
+    kernels = Path(shutil.copytree(cuda_lib.OPS / "cuda", tmp_path / "cuda"))
+    text = (kernels / file).read_text()
+    assert text.count(old) == 1
+    (kernels / file).write_text(text.replace(old, new))
+    cuda_lib.build_host(ggml_headers, tmp_path, kernels)
+    logits = CUTS["ties"](np.random.default_rng(7), 3000).astype(np.float16)
+
+    def run() -> None:
+        for heads in ((1, 1), (8, 1)):
+            sparse_run(
+                CudaGgml(native_lib_dir, tmp_path / cuda_lib.NAME), with_logits(heads, logits)
+            )
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGABRT
+    assert message in capfd.readouterr().err
