@@ -28,13 +28,6 @@ def test_markdown_aligns_columns_by_name() -> None:
     assert (table.number(math.nan, "{:.1f}"), table.number(2, "{:.1f}")) == ("-", "2.0")
 
 
-def test_a_column_is_a_name_and_what_shows_a_row() -> None:
-    shown = {"twice": lambda n: 2 * n, "text": str}
-    assert table.columns(shown, [1, 2], left=("text",)) == table.markdown(
-        ("twice", "text"), [(2, "1"), (4, "2")], left=("text",)
-    )
-
-
 def test_every_format_has_the_same_rows() -> None:
     """NaN, which JSON lacks, is nothing; settings are their line."""
     plain = [row | {"spec": str(row["spec"])} for row in ROWS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from bench import __main__ as main
 from bench import draw, plot
 from bench.papers import topk
-from pyorch.attention.spec import parse_spec
-from pyorch.cli.bench import command as bench_command
-from pyorch.cli.bench import speed
 from pyorch.errors import SparqError
 from pyorch.evals import figures, series
 from pyorch.measure import pictures
@@ -24,24 +19,6 @@ from pyorch.measure import pictures
 BENCH = Path(__file__).parents[2] / "bench"
 EPYC = BENCH / "results" / "amd-epyc-2-cores"
 H100 = BENCH / "results" / "nvidia-h100-intel-xeon-16-cores"
-
-
-COMMANDS = "sparq-cpp bench ", "python -m bench "
-
-
-@pytest.mark.parametrize("line", sorted({draw.figure(name).needs for name in draw.FIGURES}))
-def test_what_a_figure_needs_can_be_measured(line: str) -> None:
-    """Its options exist, and all its lengths are long enough to run sparse."""
-    ours, theirs = COMMANDS
-    if line.startswith(theirs):
-        name = line.removeprefix(theirs).partition(" ")[0].rstrip(",")
-        assert name in main.MEASUREMENTS
-    elif line.startswith(ours):
-        asked = bench_command.make_context("bench", shlex.split(line.removeprefix(ours))).params
-        specs = asked["attn"] or (speed.SPEC,)
-        assert min(asked["n_depth"]) > max(parse_spec(spec).min_ctx for spec in specs)
-    else:
-        assert line.startswith("sparq-cpp eval")
 
 
 def test_every_figure_is_drawn(tmp_path: Path) -> None:
