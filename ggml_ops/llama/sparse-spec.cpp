@@ -304,9 +304,16 @@ llama_sparse_spec llama_sparse_spec::parse(const std::string & text) {
 llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const llama_sparse_spec & all) {
     llama_sparse_spec spec;
     spec.min_ctx = all.min_ctx;
+    const auto take = [&](const key_info & k, const llama_sparse_spec & from) {
+        if (const std::string text = k.text(from); !text.empty()) {
+            k.read(spec, text);
+        } else { // the only shared key without a default
+            spec.gpu_min_mb = from.gpu_min_mb;
+        }
+    };
     for (const auto & k : keys()) {
         if (k.flags & SHARED) {
-            k.read(spec, k.text(all));
+            take(k, all);
         }
     }
     key_set given;
@@ -326,7 +333,7 @@ llama_sparse_spec llama_sparse_spec::parse_own(const std::string & text, const l
             throw llama_sparse_error(k.name + " is the same for all" + here, "leave out " + k.name);
         }
         if (k.flags & SHARED) { // of what reads everything, settings of a selection say nothing
-            k.read(spec, k.text(spec.is_dense() && !(k.flags & PROMPT) ? llama_sparse_spec() : all));
+            take(k, spec.is_dense() && !(k.flags & PROMPT) ? llama_sparse_spec() : all);
         }
     }
     check_together(spec, given);
