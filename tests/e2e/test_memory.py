@@ -53,7 +53,7 @@ def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
         before = resident()
         ctx.set_sparse("sparq,rank=8,topk=64,shadow=f16,mean_v=on")
         assert ctx.info()["shadow_bytes"] > 32 << 20
-        assert resident() - before < 1 << 20
+        assert resident() - before < 4 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts with glibc's functions")
