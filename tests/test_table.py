@@ -29,7 +29,7 @@ def test_markdown_aligns_columns_by_name() -> None:
 
 
 def test_every_format_has_the_same_rows() -> None:
-    """NaN, which JSON lacks, is nothing; settings are their line."""
+    """NaN, which JSON lacks, and a column that a row lacks are nothing; settings are their line."""
     plain = [row | {"spec": str(row["spec"])} for row in ROWS]
     plain[1]["ms"] = None
     assert json.loads(table.as_json(ROWS)) == plain
@@ -40,7 +40,4 @@ def test_every_format_has_the_same_rows() -> None:
         assert list(csv.DictReader(text.splitlines())) == [
             {k: "" if v is None else str(v) for k, v in row.items()} for row in plain
         ]
-
-
-def test_a_column_that_some_rows_lack_is_empty_there() -> None:
     assert table.as_csv([{"a": 1}, {"b": 2}]) == "a,b\n1,\n,2"
