@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 from c_library import compiled
-from llama import Context, Model, from_child
-from server import resident
+from llama import from_child
 from tiny import write
 
 # Allocations of each decoded token, by spec; the growth of the cache's view makes a new graph.
@@ -46,20 +44,24 @@ SPECS = (
 )
 
 
+# By how much making the shadow grows a process, without what other tests freed, in bytes.
+GROWN = """
+import sys
+from llama import Context, Model
+from server import resident
+with Model(sys.argv[1]) as model, Context(model, n_ctx=1 << 17, n_threads=2) as ctx:
+    before = resident()
+    ctx.set_sparse("sparq,rank=8,topk=64,shadow=f16,mean_v=on")
+    assert ctx.info()["shadow_bytes"] > 32 << 20
+    print(resident() - before)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
     """Then its pages lie in their part of a NUMA machine: making it must not write to it."""
     model_file = write(tmp_path / "m.gguf", "llama", n_ctx=1 << 17)
-    with get_context("spawn").Pool(1) as new:  # without what other tests freed
-        assert new.apply(grown, (model_file,)) < 1 << 20
-
-
-def grown(model_file: Path) -> int:
-    with Model(model_file) as model, Context(model, n_ctx=1 << 17, n_threads=2) as ctx:
-        before = resident()
-        ctx.set_sparse("sparq,rank=8,topk=64,shadow=f16,mean_v=on")
-        assert ctx.info()["shadow_bytes"] > 32 << 20
-        return resident() - before
+    assert from_child("-c", GROWN, model_file) < 1 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts with glibc's functions")
