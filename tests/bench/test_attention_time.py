@@ -56,13 +56,15 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
 
         def logits(self, token: int) -> list[float]:
             assert self.now == ("off" if self.name.startswith("stock") else "dense")
-            return [1.0, 2.0 if self.name.startswith("stock") else wrong]
+            return [1.0, second.get(self.name, second["ours"])]
 
     (group,) = planned(spec)
     processes: Any = {c.place: Fake(c.place) for c in group}
-    wrong = 2.0
+    second = {"stock -fa 0": 2.0, "stock -fa 1": 2.0, "ours": 2.0}
     check_dense(group, lambda c: processes[c.place], 4096)
-    wrong = 3.0
+    second |= {"stock -fa 1": 2.4, "ours": 2.7}  # as far as stock's two settings
+    check_dense(group, lambda c: processes[c.place], 4096)
+    second["ours"] = 3.0
     with pytest.raises(SparqError, match="our dense attention differs"):
         check_dense(group, lambda c: processes[c.place], 4096)
 
