@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,11 +79,7 @@ def test_turns_go_forwards_and_backwards() -> None:
         order[turn] = order.get(turn, "") + side.library
         return {"samples_ns": [turn], "counters": {"calls": 1, "name": "x"}}
 
-    class Reader:
-        def read(self) -> float:
-            return 1.0
-
-    reader: Any = Reader()
+    reader: Any = SimpleNamespace(read=lambda: 1.0)
     results, bandwidth = in_turns(sides, range(-1, 2), once, reader, lambda _: None)
     assert " ".join(order.values()) == "CBA ABC CBA" and len(bandwidth) == 3
     assert results == [{"samples_ns": [0, 1], "counters": {"calls": 2}}] * 3
