@@ -58,8 +58,7 @@ with Model(sys.argv[1]) as model, Context(model, n_ctx=1 << 17, n_threads=2) as 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_threads_that_seal_touch_the_shadow_first(tmp_path: Path) -> None:
-    """Then its pages lie in their part of a NUMA machine: making it must not write to it.
-    Other tests of this process have freed memory that would hide it."""
+    """Then its pages lie in their part of a NUMA machine: making it must not write to it."""
     model_file = write(tmp_path / "m.gguf", "llama", n_ctx=1 << 17)
     assert from_child("-c", GROWN, model_file) < 1 << 20
 
