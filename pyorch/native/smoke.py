@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_void_p
@@ -46,6 +47,7 @@ THREADS = 2
 # The error that is wrong, as a share of the result. q8 of the tokens makes 0.01 at most.
 WRONG = 0.03
 TIMEOUT_S = 300  # it takes one or two seconds
+GPU_S = 60  # then no further product begins on a GPU: one in software compiles each for a minute
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
 
@@ -67,7 +69,7 @@ def fault(folder: Path, gpu: bool = False) -> Fault | None:
     there is none.
 
     Args:
-        gpu: try its GPUs, which multiply, and not the CPU. There must be one.
+        gpu: try its GPUs, which multiply, for a minute, and not the CPU. There must be one.
 
     Raises:
         SparqError: it could not be found out, or the library does not load.
@@ -111,6 +113,7 @@ def check(folder: Path, gpu: bool = False) -> Iterator[dict[str, str]]:
     with `how`."""
     base = declare(ctypes.CDLL(str(folder / system.library("ggml-base")), mode=ctypes.RTLD_GLOBAL))
     cpu = declare(ctypes.CDLL(str(folder / system.library("ggml-cpu"))))
+    started = time.monotonic()
     for backend, buffer_type, attends in _gpus(base, folder) if gpu else _cpu(base, cpu):
         buffer = base.ggml_backend_buft_name(buffer_type).decode()
         tries = [
@@ -122,14 +125,15 @@ def check(folder: Path, gpu: bool = False) -> Iterator[dict[str, str]]:
                 (f"by K and V{how}", functools.partial(_attention, base, backend, fast))
                 for fast, how in ((0, ""), (1, ", fast"))
             ]
-        for what, error in tries:
-            for n_token in TOKENS:
-                tokens = f"{n_token} token" + "s" * (n_token > 1)
-                case = {"case": f"multiplying {tokens} {what} ({buffer})", "buffer": buffer}
-                yield case
-                if not (wrong := error(n_token)) <= WRONG:  # also NaN
-                    yield case | {"how": f"is wrong by {wrong:.0%}"}
-                    return
+        for n_token, (what, error) in itertools.product(TOKENS, tries):
+            if gpu and time.monotonic() - started > GPU_S:
+                return
+            tokens = f"{n_token} token" + "s" * (n_token > 1)
+            case = {"case": f"multiplying {tokens} {what} ({buffer})", "buffer": buffer}
+            yield case
+            if not (wrong := error(n_token)) <= WRONG:  # also NaN
+                yield case | {"how": f"is wrong by {wrong:.0%}"}
+                return
 
 
 def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
