@@ -38,11 +38,8 @@ def find() -> Path | None:
     if cpu is None:
         return None
     for backend in carried_gpu.BACKENDS:
-        with_gpu, why = carried_gpu.find(backend, cpu)
-        if with_gpu:
+        if with_gpu := carried_gpu.find(backend, cpu)[0]:
             return with_gpu
-        if why and not carried_gpu.is_off(backend):  # who has switched it off knows
-            say(why)
     return cpu
 
 

@@ -8,6 +8,7 @@ this environment. Where it cannot be used, each command says why.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import json
@@ -38,14 +39,11 @@ def installed(backend: str) -> Path | None:
     return Path(places[0]) if places else None
 
 
-def is_off(backend: str) -> bool:
-    """Whether the user has switched it off."""
-    return os.environ.get(f"SPARQ_{backend.upper()}") == "0"
-
-
+@functools.cache
 def find(backend: str, cpu: Path) -> tuple[Path | None, str]:
-    """The folder of the cache that has this backend too; or None and why it is not used, "" where
-    the package is not. One that does not work is tried again by the next command.
+    """The folder of the cache that has this backend too; or None and why it is not used, which is
+    also told, "" where the package is not. One that does not work is tried again by the next
+    process.
 
     Args:
         cpu: the folder of the cache with what came with the wheel.
@@ -53,10 +51,14 @@ def find(backend: str, cpu: Path) -> tuple[Path | None, str]:
     package = installed(backend)
     if package is None:
         return None, ""
+    switch, why = f"SPARQ_{backend.upper()}", f"{PACKAGE.format(backend)} is not used: "
+    if os.environ.get(switch) == "0":  # who has set it knows
+        return None, f"{why}{switch}=0"
     try:
         return _made(backend, package, cpu), ""
     except SparqError as error:
-        return None, f"{PACKAGE.format(backend)} is not used: {error.message}"
+        say(why + error.message)
+        return None, why + error.message
 
 
 def _made(backend: str, package: Path, cpu: Path) -> Path:
@@ -69,8 +71,6 @@ def _made(backend: str, package: Path, cpu: Path) -> Path:
     options = build.Options(cuda="any" * (backend == "cuda"))
     if carried is None or carried["inputs"] != build.sources(options):
         raise SparqError("it is of other sources than these")
-    if is_off(backend):
-        raise SparqError(f"SPARQ_{backend.upper()}=0")
     backend_file, ggml = map(system.library, (f"ggml-{backend}", "ggml"))
     links = {backend_file: package / backend_file}
     if backend == "cuda":
