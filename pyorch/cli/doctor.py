@@ -170,7 +170,7 @@ def _write(file: Path) -> None:
     folder, gpus, facts = native.lib_dir(), native.gpus(), examine()
     del facts["cache"]
     if gpus:
-        say("multiplying on the GPUs, for a minute or two")
+        say("multiplying on the GPUs, for half a minute")
         memory = [(x.name, human_bytes(x.memory), x.integrated) for x in gpus]
         facts["gpus"] = {"works": _works(folder, gpu=True), "memory, integrated": memory}
     lines = {name: line for name, line in RUNS.items() if gpus or name.startswith("CPU")}

@@ -94,7 +94,7 @@ def _made(backend: str, package: Path, cpu: Path) -> Path:
         shutil.copyfile(package / ggml, partial / ggml)
         for link, file in links.items():
             (partial / link).symlink_to(file)
-        say(f"trying {PACKAGE.format(backend)} once, which may take a minute")
+        say(f"trying {PACKAGE.format(backend)} once, which may take half a minute")
         if fault := smoke.fault(partial, gpu=True):
             raise SparqError(f"it does not work here: {fault}")
         of_cpu: Any = build.read_stamp(cpu)
