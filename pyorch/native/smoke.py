@@ -46,7 +46,7 @@ THREADS = 2
 # The error that is wrong, as a share of the result. q8 of the tokens makes 0.01 at most.
 WRONG = 0.03
 TIMEOUT_S = 300  # it takes one or two seconds
-GPU_S = 30  # of a GPU, what is right by then is enough: one in software compiles for minutes
+VULKAN_S = 30  # what is right by then is enough: a device in software compiles for minutes
 
 _OURS = "ggml_sparse_attn_prefill"  # of our ops, the one that every prompt takes
 
@@ -68,16 +68,16 @@ def fault(folder: Path, gpu: bool = False) -> Fault | None:
     there is none.
 
     Args:
-        gpu: try its GPUs, which multiply, for `GPU_S` seconds, and not the CPU. There must be one.
+        gpu: try its GPUs, which multiply, and not the CPU. There must be one.
 
     Raises:
         SparqError: it could not be found out, or the library does not load.
     """
     argv = children.python("pyorch.native.smoke", str(folder), *["gpu"] * gpu)
-    is_late = False
+    is_vulkan, is_late = gpu and (folder / system.library("ggml-vulkan")).exists(), False
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out:
         try:
-            done = children.run(argv, stdout=out, timeout=GPU_S if gpu else TIMEOUT_S)
+            done = children.run(argv, stdout=out, timeout=VULKAN_S if is_vulkan else TIMEOUT_S)
             why = children.reason(done)
         except subprocess.TimeoutExpired as late:
             done, why = children.Done(argv, 1, "", ""), f"it took more than {late.timeout} s"
@@ -85,7 +85,7 @@ def fault(folder: Path, gpu: bool = False) -> Fault | None:
         out.seek(0)
         cases = [json.loads(line) for line in out if line.startswith("{")]
     last = cases[-1] if cases else {"case": "loading the library", "buffer": ""}
-    if done.returncode == 0 or (gpu and is_late and len(cases) > 1):
+    if done.returncode == 0 or (is_vulkan and is_late and len(cases) > 1):
         return Fault(**last) if "how" in last else None
     ended = children.ended(done.returncode)
     if system.crashed(done.returncode):
