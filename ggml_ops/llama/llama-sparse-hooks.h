@@ -29,8 +29,8 @@ void llama_sparse_context_end  (llama_context * ctx);
 // sched_reserve(): how many nodes a graph may have for sparse attention, beside those that llama.cpp makes room for; 0 while it was never asked for
 uint32_t llama_sparse_max_nodes(const llama_context & ctx);
 
-// decode(): the batch is checked, and shifts and copies that were due are done. Decides which tokens are decoded ones, see llama-sparse.h, and seals
-// a part of what was restored
+// decode(): the batch is checked, and shifts and copies that were due are done. Decides which tokens are decoded ones, see llama-sparse.h. Seals
+// what the last token completed, so that its own graph need not, and a part of what was restored
 void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch);
 
 // decode(): an ubatch failed, so what it was to seal is unknown, and a scheduler without memory for its buffers is made again

@@ -61,21 +61,18 @@ static void check(const llama_context & ctx, const llama_sparse_spec & spec) {
     }
 }
 
-// bytes of K and V that one call to llama_decode seals of a restored state: some milliseconds
-static constexpr size_t RESTORED_BYTES = 8u << 20;
+// bytes of K and V that one call to llama_decode seals before its graph: some milliseconds of a restored state
+static constexpr size_t EARLY_BYTES = 8u << 20;
 
-// seals what the next token would have to seal first, where something reads it; what could not be is left to that token. True: maybe there is more
-static bool seal_early(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
+// seals what the next token would have to seal first, where something reads it; what could not be is left to that token
+static void seal_early(llama_context & ctx, size_t n_bytes = SIZE_MAX) {
     const auto & state = ctx.get_cparams().sparse;
-    if (!state || !state->spec.has_shadow()) {
-        return false;
-    }
     try {
-        ctx.synchronize();
-        return llama_sparse_seal(ctx, n_bytes) > 0;
+        if (state && state->spec.has_shadow()) {
+            llama_sparse_seal(ctx, n_bytes);
+        }
     } catch (const std::exception &) { // no memory, say
         LLAMA_LOG_WARN("%s: the next token will seal what could not be sealed now\n", __func__);
-        return false;
     }
 }
 
@@ -296,7 +293,7 @@ void llama_sparse_decode_begin(llama_context * ctx, const llama_batch & batch) {
     llama_sparse_grammar_begin();
     auto & state = access::cparams(*ctx).sparse;
     if (state && !state->is_off()) {
-        state->is_restored = state->is_restored && seal_early(*ctx, RESTORED_BYTES);
+        seal_early(*ctx, EARLY_BYTES);
         llama_sparse_find_replies(*state, llama_sparse_find_cache(ctx->get_memory()), batch);
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
             auto & seq = state->sequences[batch.seq_id[i][0]];
@@ -330,20 +327,13 @@ void llama_sparse_decode_failed(llama_context * ctx) {
 
 llama_sparse_restored::~llama_sparse_restored() {
     const auto * kv = llama_sparse_find_cache(ctx->get_memory());
-    if (kv && kv->get_n_stream() > 1) {
-        if (auto & state = access::cparams(*ctx).sparse) {
-            state->is_restored = true;
-        }
-    } else {
+    if (!kv || kv->get_n_stream() == 1) {
         seal_early(*ctx); // the next token would have to seal all of it
     }
 }
 
 int64_t llama_sparse_attn_seal(llama_context * ctx) {
-    return llama_sparse_logged<int64_t>(__func__, -1, [&] {
-        ctx->synchronize();
-        return llama_sparse_seal(*ctx);
-    });
+    return llama_sparse_logged<int64_t>(__func__, -1, [&] { return llama_sparse_seal(*ctx); });
 }
 
 int64_t llama_sparse_attn_check(llama_context * ctx) {

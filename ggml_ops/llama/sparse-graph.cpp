@@ -143,7 +143,7 @@ ggml_tensor * emit(const attention & a, ggml_tensor * t, const char * name) {
     return t;
 }
 
-// SEAL for the layer, behind the nodes that write its K and V; once for layers that share cells. Returns k_t of the graph's streams
+// k_t of the graph's streams; where the graph seals, the result of SEAL, behind the nodes that write K and V. Once for layers that share cells
 ggml_tensor * build_seal(const attention & a) {
     auto & inp = a.inp;
     auto & res = inp.k_t[a.ikv()];
@@ -154,8 +154,13 @@ ggml_tensor * build_seal(const attention & a) {
         src.v     = a.v;
         src.list  = inp.list;
         src.stats = inp.state->stats(a.device());
-        res = inp.shadow().at(a.ikv()).seal(a.g.ctx0, inp.stream0(), src, { inp.shadow().n_bit(), llama_sparse_n_rot(inp.kv()) });
-        emit(a, res, "sparse_seal");
+        const auto & shadow = inp.shadow().at(a.ikv());
+        if (inp.list) {
+            emit(a, shadow.seal(a.g.ctx0, inp.stream0(), src, { inp.shadow().n_bit(), llama_sparse_n_rot(inp.kv()) }), "sparse_seal");
+        } else {
+            shadow.view(a.g.ctx0, inp.stream0(), src);
+        }
+        res = src.k_t;
     }
     return res;
 }

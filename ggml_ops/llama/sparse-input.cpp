@@ -140,10 +140,13 @@ static ggml_tensor * new_input(const llm_graph_context & g, const char * name, i
 }
 
 void llm_graph_input_sparse::need_seal(const llm_graph_context & g) {
-    if (!list) {
+    if (sealed) {
+        return;
+    }
+    sealed = new_input(g, "sparse_sealed", ggml_sparse_n_groups(n_kv), n_stream);
+    if (seals()) {
         const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
-        list   = new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
-        sealed = new_input(g, "sparse_sealed", ggml_sparse_n_groups(n_kv), n_stream);
+        list = new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
     }
 }
 
@@ -189,9 +192,23 @@ bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
     if (n_kv != mctx->get_n_kv()) {
         return false;
     }
+    if (sealed && seals() != (list != nullptr)) {
+        return false;
+    }
     const int64_t n = list ? n_waiting() : 0;
     // a long list is walked by every layer, so the graph of a decoded token that has one serves once
     return !list || (n <= list->ne[0] && (tok.has_prompt() || list->ne[0] <= N_SEAL || n > N_SEAL));
+}
+
+bool llm_graph_input_sparse::seals() const {
+    return access::is_reserve(*mctx) || has_stages() || n_waiting() > 0;
+}
+
+const std::vector<uint32_t> & llm_graph_input_sparse::written(uint32_t stream) const {
+    static const std::vector<uint32_t> none;
+    const auto & sinfo = access::sinfo(*mctx);
+    const auto it = std::find(sinfo.strm.begin(), sinfo.strm.end(), (llama_seq_id) stream);
+    return it == sinfo.strm.end() ? none : sinfo.idxs[it - sinfo.strm.begin()];
 }
 
 int64_t llm_graph_input_sparse::n_waiting() const {
@@ -199,7 +216,10 @@ int64_t llm_graph_input_sparse::n_waiting() const {
     int64_t n = 0;
     for (uint32_t s = sinfo.s0; s <= sinfo.s1; ++s) {
         int64_t n_group = 0;
-        shadow().for_sealable(access::cells(kv(), s), s, n_kv, [&](int32_t) { ++n_group; return true; });
+        shadow().for_sealable(access::cells(kv(), s), s, n_kv, [&](int32_t g) {
+            n_group += has_stages() || written(s).empty() || written(s)[0]/GGML_SPARSE_GROUP != (uint32_t) g;
+            return true;
+        });
         n = std::max(n, n_group);
     }
     state->n_waiting = n;
@@ -217,11 +237,11 @@ static bool is_used(const ggml_tensor * t) {
 
 // Seals complete groups of one stream, as many as the list has room for: every cell in use. SEAL runs after K and V of the layer are written, so they may
 // be of this ubatch; a token reads those from the shadow that were complete before it, as it would alone
-void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::vector<uint32_t> & written) {
+void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream) {
     // cells past the last one in use were removed
     shadow().invalidate(stream, std::min(n_kv, access::cells(kv(), stream).used_max_p1())/GGML_SPARSE_GROUP);
 
-    int32_t * group = (int32_t *) list->data + s*list->ne[0], * end = group + list->ne[0];
+    int32_t * group = list ? (int32_t *) list->data + s*list->ne[0] : nullptr, * end = list ? group + list->ne[0] : nullptr;
     std::fill(group, end, -1);
     shadow().for_sealable(access::cells(kv(), stream), stream, n_kv, [&](int32_t g) {
         if (group == end) {
@@ -236,8 +256,9 @@ void llm_graph_input_sparse::set_seal(uint32_t s, uint32_t stream, const std::ve
     }
     int32_t * first = (int32_t *) sealed->data + s*sealed->ne[0];
     std::copy_n(shadow().sealed(stream).begin(), sealed->ne[0], first);
-    for (int32_t i = 0; i < (int32_t) written.size(); ++i) {
-        int32_t & x = first[written[i]/GGML_SPARSE_GROUP];
+    const auto & cells = written(stream);
+    for (int32_t i = 0; i < (int32_t) cells.size(); ++i) {
+        int32_t & x = first[cells[i]/GGML_SPARSE_GROUP];
         x = x ? std::max(1, i + 2 - (int32_t) tok.lo) : 0; // the token after this one
     }
 }
@@ -333,16 +354,11 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
 }
 
 void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
-    if (list) {
-        const auto & sinfo = access::sinfo(*mctx);
+    if (sealed) {
         shadow().commit();
-        state->n_waiting = std::max<int64_t>(0, state->n_waiting - list->ne[0]);
-        // those of the graph's streams without tokens in this ubatch write nothing
-        static const std::vector<uint32_t> none;
+        state->n_waiting = std::max<int64_t>(0, state->n_waiting - (list ? list->ne[0] : 0));
         for (uint32_t s = 0; s < n_stream; ++s) {
-            const uint32_t stream = sinfo.s0 + s;
-            const auto it = std::find(sinfo.strm.begin(), sinfo.strm.end(), (llama_seq_id) stream);
-            set_seal(s, stream, it == sinfo.strm.end() ? none : sinfo.idxs[it - sinfo.strm.begin()]);
+            set_seal(s, stream0() + s);
         }
     }
     if (is_used(wanted)) {

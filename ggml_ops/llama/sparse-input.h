@@ -58,7 +58,7 @@ public:
 
     // ---- inputs: made by the first layer that needs them
 
-    ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal
+    ggml_tensor * list   = nullptr; // I32 [n_list, n_stream]: groups to seal; none where seals() is false
     ggml_tensor * sealed = nullptr; // I32 [n_grp, n_stream]: 1 + the first token of the range that may read a group from the shadow, 0: none may
     ggml_tensor * wanted = nullptr; // I32 [i_forced + n_local_max + n_sinks, n_tok, 1, n_stream], of the range: k and l by layer, with several
                                     // settings the rank by layer, local window, sinks
@@ -95,9 +95,12 @@ public:
     std::vector<layer> layers;
 
 private:
-    int64_t n_waiting() const; // complete groups that are not sealed, in the stream with most of them
+    bool    has_stages() const { return tok.n > n_stream; } // a token may read from the shadow what another one of the graph completes
+    bool    seals()      const; // does the graph seal? Else what it completes waits for llama_sparse_decode_begin() of the next call
+    int64_t n_waiting()  const; // complete groups that the graph should seal, in the stream with most of them
+    const std::vector<uint32_t> & written(uint32_t stream) const; // cells; of streams without tokens in this ubatch none
 
-    void set_seal  (uint32_t s, uint32_t stream, const std::vector<uint32_t> & written);
+    void set_seal  (uint32_t s, uint32_t stream);
     void set_wanted(const llama_ubatch * ubatch);
     void account   (const llama_ubatch * ubatch); // of each sequence
 

@@ -13,14 +13,14 @@ using access = llama_sparse_access;
 
 namespace {
 
-// Complete groups below `end` that are not sealed, by stream: as many as hold n_bytes of K and V in all layers, one at least
+// Complete groups below `end` that are not sealed, by stream: as many as hold n_bytes of K and V in all layers, one for each stream at least
 std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_bytes, uint32_t end) {
     const auto &  shadow = *access::shadow(kv);
     size_t one = 0; // bytes of a group
     for (const auto & layer : access::layers(kv)) {
         one += GGML_SPARSE_GROUP*(layer.k->nb[1] + (layer.v ? layer.v->nb[1] : 0));
     }
-    const size_t  n_most = std::max<size_t>(n_bytes/std::max<size_t>(one, 1), 1);
+    const size_t  n_most = std::max<size_t>(n_bytes/std::max<size_t>(one, 1), kv.get_n_stream());
     std::vector<std::vector<int32_t>> res(kv.get_n_stream());
     size_t n_group = 0;
     for (uint32_t s = 0; s < res.size(); ++s) {
@@ -38,15 +38,14 @@ std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_b
 struct seal_graph {
     llama_kv_cache                           & kv;
     const std::vector<std::vector<int32_t>>  & groups; // [n_stream]
-    size_t             n_list = 0, n_group = 0; // of the longest stream, and of all
+    size_t             n_list = 0; // of the longest stream
     ggml_context_ptr   ctx;
     ggml_tensor      * list;   // [n_list, n_stream]; -1: nothing
     ggml_cgraph      * gf;
 
     seal_graph(llama_kv_cache & kv, const std::vector<std::vector<int32_t>> & groups) : kv(kv), groups(groups) {
         for (const auto & of_stream : groups) {
-            n_list   = std::max(n_list, of_stream.size());
-            n_group += of_stream.size();
+            n_list = std::max(n_list, of_stream.size());
         }
         ctx.reset(ggml_init({ (16*access::layers(kv).size() + 16)*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
         list = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_list, groups.size());
@@ -95,19 +94,25 @@ int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
     }
     auto &     kv     = *cached;
     auto &     shadow = *access::shadow(kv);
-    const auto todo   = groups_to_seal(kv, n_bytes, end);
-    int64_t    n_layer = 0;
-    seal_graph graph(kv, todo);
-    for (const auto & [il, ikv] : access::layer_ids(kv)) {
-        const auto & layer = access::layers(kv)[ikv];
-        if (shadow.at(ikv).k_t && layer.il == (uint32_t) il) { // a layer that reuses another's cells has none of its own
-            graph.add(il, shadow.at(ikv), state->stats(llama_sparse_device_of(layer.k)));
-            ++n_layer;
+    const auto layers = [&](const auto & f) { // a layer that reuses another's cells has none of its own
+        for (const auto & [il, ikv] : access::layer_ids(kv)) {
+            if (shadow.at(ikv).k_t && access::layers(kv)[ikv].il == (uint32_t) il) {
+                f(il, ikv);
+            }
         }
+    };
+    int64_t n_layer = 0, n_group = 0;
+    layers([&](auto, auto) { ++n_layer; });
+    const auto todo = groups_to_seal(kv, n_bytes, end);
+    for (const auto & of_stream : todo) {
+        n_group += of_stream.size();
     }
-    if (n_layer == 0 || graph.n_group == 0) {
+    if (n_layer == 0 || n_group == 0) { // as a rule, before a token
         return 0;
     }
+    ctx.synchronize();
+    seal_graph graph(kv, todo);
+    layers([&](int32_t il, int32_t ikv) { graph.add(il, shadow.at(ikv), state->stats(llama_sparse_device_of(access::layers(kv)[ikv].k))); });
     // the backends have the threads of a step or of a prompt, whichever came last
     const auto & cparams = ctx.get_cparams();
     for (const auto & [backend, set_n_threads] : access::set_n_threads_fns(ctx)) {
@@ -126,7 +131,7 @@ int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
         throw;
     }
     shadow.commit();
-    return n_layer*(int64_t) graph.n_group;
+    return n_layer*n_group;
 }
 
 //

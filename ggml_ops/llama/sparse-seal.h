@@ -5,8 +5,8 @@
 #include "sparse-shadow.h"
 #include "sparse-state.h"
 
-// Seals complete groups of all layers and streams: all of them, or those that hold n_bytes of K and V. None that goes beyond cell `end` of a stream. What runs must be done. Returns how many (layer,
-// group) that were, 0 without a shadow. Throws std::exception: they count as not sealed
+// Seals complete groups of all layers and streams: all of them, or those that hold n_bytes of K and V. None that goes beyond cell `end` of a stream.
+// Returns how many (layer, group) that were, 0 without a shadow. Throws std::exception: they count as not sealed
 int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes = SIZE_MAX, uint32_t end = UINT32_MAX);
 
 // Number of (layer, group) in which the sealed data are not what SEAL makes of K and V, on the backends of `like`

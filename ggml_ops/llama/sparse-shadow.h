@@ -6,7 +6,7 @@
 // A group of cells is sealed, or it is not:
 //
 //   not sealed -> sealed    seal(), which two places call: the inputs of a graph that runs SEAL (sparse-input.cpp), for groups that are complete;
-//                           and llama_sparse_seal() (sparse-seal.cpp), after a restore, when SparQ is switched on, or when a program asks
+//                           and llama_sparse_seal() (sparse-seal.cpp), before a token, after a restore, when SparQ is switched on, or when asked
 //   sealed -> not sealed    invalidate(), when llama.cpp writes K or V of a cell, which each place that does so tells us by a hook
 //                           (llama-sparse-hooks.h): a batch, a restored state, a shift, a copied stream, a cleared cache; and for groups past the
 //                           view of a graph, in which no cell is in use. rollback(), when the graph that was to seal it failed

@@ -22,8 +22,6 @@ struct llama_sparse_state {
 
     bool prompt_on_cpu = false; // where K lies in memory, though a GPU is in use: SPARQ_PROMPT_ON_CPU=1 when the settings were made
 
-    bool is_restored = false; // there may be groups of a restored state that are not sealed
-
     // in the present call to llama_decode, the sequences whose tokens are decoded ones; all other tokens are of prompts. Those of them that have
     // several tokens, which verify a draft
     std::bitset<LLAMA_MAX_SEQ> replying, verifying;

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from pyorch.native.devices import Device
 
 T = TypeVar("T")
+DENSE_THERE = "dense on this GPU, where our kernels do not run, or were not timed (gpu_min_mb=0)"
 
 
 @dataclass(frozen=True)
 class Room:
     """What GPUs hold of a model. free: bytes of all, beside what computing takes; in_memory: the
-    layers whose K and V are not there; exact: those there that are dense, for want of kernels;
+    layers whose K and V are not there; exact: those there that are dense, see `runs_sparse`;
     needed: bytes that weights, and K, V and the transposed K of the others take; fits: whether
     there is room for these, and to read prompts."""
 
@@ -90,15 +91,15 @@ def show(x: Room, n_layer: int) -> None:
     of = f" of {free}{'' if x.fits else ': does not fit'}" if x.free < MAIN_MEMORY else ""
     print(f"  {what}: {human_bytes(x.needed)}{of}")
     if x.exact:
-        print("  dense there, without kernels of ours; sparse where K and V lie in memory")
+        print(f"  {DENSE_THERE}; sparse where K and V lie in memory")
 
 
 def in_memory_text(cache: Cache, in_memory: Sequence[int], rates: Rates | None) -> str:
     """The line that says of how many layers K and V stay in memory, and why."""
     n, of = len(in_memory), len(cache.layer_bytes())
     if rates:
-        text = f"note: no kernels of ours for this GPU: K and V of {n} of {of} layers lie in memory"
-        return f"{text}, sparse; the rest is dense on the GPU, which takes less time (-kvo, -nkvo)"
+        text = f"note: {DENSE_THERE}: K and V of {n} of {of} layers lie in memory, sparse"
+        return f"{text}; the rest stays on the GPU, which takes less time (-kvo, -nkvo)"
     text = f"note: K and V of {n} of {of} layers do not fit on the GPU and stay in memory"
     if cache.spec is None or cache.spec.method == "off":
         return f"{text}; llama.cpp copies them there for each token, -a dense and --ratio do not"

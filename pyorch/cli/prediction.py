@@ -32,12 +32,12 @@ class Prediction(Cache):
     hold for a program that does nothing but read."""
 
     spec: AttentionSpec
-    exact: frozenset[int] = frozenset()  # layers on a GPU without our kernels
+    exact: frozenset[int] = frozenset()  # layers on a GPU where they are dense
 
     @cached_property
     def layers(self) -> Sequence[cost.LayerCost]:
         costs = cost.layer_costs(self.geo, self.spec, self.n_ctx, *self.element_bytes)
-        return [c.made_dense("no kernels for this GPU") if c.il in self.exact else c for c in costs]
+        return [c.made_dense("dense on this GPU") if c.il in self.exact else c for c in costs]
 
     @property
     def read(self) -> int:

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -174,8 +175,8 @@ def gpus(
     library: Library, spec: AttentionSpec | None, n_threads: int
 ) -> tuple[list[Device], Rates | None]:
     """Those that llama.cpp puts layers on: the ones with memory of their own, if there are any. The
-    rates decide where K and V lie, those of the first GPU for all; None if our kernels run there,
-    or attention reads everything.
+    rates decide where K and V lie, those of the first GPU for all; None if attention is sparse
+    there, or reads everything anywhere.
 
     Raises:
         SparqError: so many threads cannot be measured.
@@ -183,7 +184,11 @@ def gpus(
     found, ggml = library.gpu_devices(), declare(library.lib._lib)
     found = [gpu for gpu in found if not gpu.integrated] or found
     found = [devices.with_memory(ggml, gpu) for gpu in found]
-    if not (spec and spec.sparse) or all(gpu.kernels for gpu in found):
+    if not (spec and spec.sparse):
+        return found, None
+    asked = spec.gpu_min_mb is not None
+    found = [replace(x, kernels=devices.runs_sparse(library.lib, x, asked)) for x in found]
+    if all(gpu.kernels for gpu in found):
         return found, None
     return found, bandwidth.beside_gpu(ggml, found[0], n_threads)
 

@@ -14,16 +14,18 @@ from typing import Any
 from pyorch import children, system
 from pyorch.native import probe
 from pyorch.native.prototypes import declare
+from pyorch.native.slots import IS_TIMED, VISIBLE
+from pyorch.native.tensor import Tensor, op_number
 from pyorch.progress import say
 
 _TYPES = (1, 2)  # ggml_backend_dev_type: a GPU with memory of its own, or that of the host
-_LACKING = ("Vulkan", "MTL", "ROCm", "MUSA")  # backends without our kernels
 
 
 @dataclass(frozen=True)
 class Device:
     """A GPU. Memory is in bytes; free: what nobody has, when it was asked; integrated: it is main
-    memory; backend: as ggml calls it; pointer: ggml's; arch: of CUDA, 90 for 9.0."""
+    memory; backend: as ggml calls it; pointer: ggml's; arch: of CUDA, 90 for 9.0; kernels: whether
+    the attention that was asked about is sparse there."""
 
     name: str
     memory: int
@@ -32,11 +34,7 @@ class Device:
     backend: str = "CUDA"
     pointer: int = 0
     arch: str = ""
-
-    @property
-    def kernels(self) -> bool:
-        """Whether our attention runs there."""
-        return self.backend not in _LACKING
+    kernels: bool = True
 
 
 def listed(ggml: Any, but: Collection[str] = ()) -> list[Device]:
@@ -62,6 +60,14 @@ def with_memory(ggml: Any, device: Device) -> Device:
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     ggml.ggml_backend_dev_memory(device.pointer, ctypes.byref(free), ctypes.byref(total))
     return replace(device, free=free.value, memory=total.value)
+
+
+def runs_sparse(lib: Any, device: Device, asked: bool) -> bool:
+    """Whether attention is sparse on a GPU of our library. Unless gpu_min_mb asks for it, only on
+    those where that was timed. lib: the module with the C functions."""
+    node = Tensor(op=op_number(lib, "SPARSE_ATTN"))
+    node.op_params[0] = VISIBLE if asked else IS_TIMED
+    return bool(declare(lib._lib).ggml_backend_dev_supports_op(device.pointer, node))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from pyorch.native.tensor import Tensor, source
 # ggml_sparse_attn_op, the first of a node's op_params
 STEPS = ("SEAL", "VISIBLE", "SCORE", "SELECT", "SCORE_SELECT", "ATTEND", "PREFILL")
 SEAL, VISIBLE, SCORE, SELECT, SCORE_SELECT, ATTEND, PREFILL = range(7)
+IS_TIMED = len(STEPS)  # no step: a device that supports it is known to be faster with ours
 
 _SCORE = {"q": 0, "k": 1, "mask": 2, "stats": 4, "sealed": 5, "k_t": 6, "k_range": 7}
 _PREFILL = {"q": 0, "k": 1, "mask": 2, "sinks": 3, "stats": 4, "v": 6}

@@ -142,7 +142,7 @@ def test_explain_tells_what_fits(
 def test_explain_where_a_gpu_lacks_our_kernels(
     rates: Rates, option: str | None, is_sparse: bool, run: Run, monkeypatch
 ) -> None:
-    radeon = Device("Radeon", 0, integrated=True, backend="Vulkan")
+    radeon = Device("Radeon", 0, integrated=True, kernels=False)
     monkeypatch.setattr(gpu, "asked", lambda *_: ([radeon], rates))
     line = ("explain", "-m", "llama3-8b", "--ctx", N_POS, "-a", str(EIGHTH))
     facts = json.loads(run(*line, "--json", *([option] if option else [])).out)

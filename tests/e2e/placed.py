@@ -18,8 +18,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from llama import Context, Model, SpecError, crossed, keep_log, load_devices
+from llama import Context, Model, SpecError, bindings, crossed, keep_log, load_devices
 
+from pyorch.native.devices import listed, runs_sparse
+from pyorch.native.prototypes import declare
 from pyorch.native.slots import STEPS
 
 N_PROMPT, N_DECODE, N_CTX = 600, 40, 1024
@@ -68,6 +70,9 @@ def main() -> None:
     fakes = range(int(os.environ["FAKE_DEVICES"])) if count else ()
     nodes = [{name: count(dev, op) for op, name in enumerate(STEPS)} for dev in fakes]
     result = {"info": info, "nodes": nodes, "differ": differ, "sealed": sealed}
+    if spec and count:
+        lib, asked = bindings(), "gpu_min_mb" in spec
+        result["runs"] = [runs_sparse(lib, gpu, asked) for gpu in listed(declare(lib._lib))]
     result |= {"crossed": crossed(log), "logits": logits[-1].tolist()}
     print(json.dumps(result | {"bits": hashlib.sha256(bits.tobytes()).hexdigest()}))
 

@@ -345,10 +345,10 @@ def test_a_full_cache(tiny: Path, shadow: str) -> None:
     spec, n_ctx = f"sparq,rank=8,topk=64,min_ctx=0,shadow={shadow}", 1024
     with engine.load(tiny, n_ctx=n_ctx, n_threads=2, attention=spec) as s:
         state.fill(s, n_ctx - 1, seed=4)
-        for n_sealed in (n_ctx // GROUP, 1):
-            engine.decode(s, 70)  # fills the last cell
+        for n_sealed in (n_ctx // GROUP - 1, 0):
+            engine.decode(s, 70)  # fills the last cell, whose group the next token would seal
             assert engine.info(s).counter("groups_sealed") == n_sealed * s.geometry.n_layer
-            assert engine.seal(s) == 0 and n_wrong(s) == 0
+            assert engine.seal(s) == s.geometry.n_layer and n_wrong(s) == 0
             engine.reset_counters(s)
             engine.rewind(s, n_ctx - 1)
 

@@ -85,6 +85,22 @@ def test_a_restored_sequence_is_sealed_beside_the_tokens_of_another(
         assert all(np.array_equal(logits[0], x) for x in logits[1:])
 
 
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "split"])
+def test_no_graph_of_a_token_seals(unified: bool, model: Model) -> None:
+    """The next call does. That of a draft does, whose last tokens read the group."""
+    watch = Watch(checks=False)
+    with full(model, "q4", unified, watch=watch) as ctx:
+        ctx.reset_counters()
+        watch.clear()
+        for i in range(N_PROMPT, N_PROMPT + GROUP):
+            assert ctx.decode([(5, i, 1)]) == 0
+        assert ctx.info()["counters"]["groups_sealed"] == N_LAYER and watch.sealed == 0
+        first = N_PROMPT + GROUP
+        ctx.say_draft(1, first, GROUP)
+        assert ctx.decode([(5, first + i, 1) for i in range(GROUP)], logits="all") == 0
+        assert watch.sealed == N_LAYER and ctx.check_shadow() == 0
+
+
 @pytest.mark.parametrize("shadow", SHADOWS)
 def test_shifting_one_sequence(shadow: str, model: Model) -> None:
     """Only cells that move are turned: those after what was cut, of that sequence."""
