@@ -152,8 +152,6 @@ def test_a_trial_that_was_killed_says_nothing_of_the_library(
 def test_a_gpu_that_is_slow_works_as_far_as_it_was_tried(
     monkeypatch: pytest.MonkeyPatch, n_case: int, gpu: bool
 ) -> None:
-    """One in software compiles some of its programs for minutes."""
-
     def slow(argv: list[str], stdout: IO[str], timeout: float) -> None:
         stdout.write('{"case": "multiplying", "buffer": "Vulkan0"}\n' * n_case)
         raise subprocess.TimeoutExpired(argv, timeout)
