@@ -65,15 +65,14 @@ def world(folder: Path) -> None:
         "bin/ninja": NINJA.format(folder=folder),
     }
     write(folder, files)
-    for file in (folder / "bin").iterdir():
-        file.chmod(0o755)
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
-    """Files below a folder by their names. Returns the folder."""
+    """Files below a folder by their names; a script may run. Returns the folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, "utf-8")
+        (folder / name).chmod(0o755 if text.startswith("#!") else 0o644)
     return folder
 
 

@@ -117,7 +117,6 @@ def test_a_build_for_the_cpu_that_was_made_here_gives_way(
 def test_a_build_with_vulkan_that_was_made_here_is_used(
     cpu: Path, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what came with the package asks for none."""
     assert native.find() != cpu and build.usual() == build.Options()
     monkeypatch.setattr(cmake, "vulkan_parts", lambda: ({}, ""))
     with monkeypatch.context() as m:

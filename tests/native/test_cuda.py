@@ -38,11 +38,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
 def nvcc(folder: Path, release: str, body: str) -> str:
     """A compiler that says it is of a release, and otherwise does `body`."""
-    file = folder / "nvcc"
     version = f'[ "$1" = --version ] && {{ echo "Cuda, release {release}, V{release}.1"; exit; }}'
-    file.write_text(f"#!/bin/sh\n{version}\n{body}\n")
-    file.chmod(0o755)
-    return str(file)
+    return str(write(folder, {"nvcc": f"#!/bin/sh\n{version}\n{body}\n"}) / "nvcc")
 
 
 DRIVER = """

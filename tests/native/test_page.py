@@ -26,7 +26,6 @@ def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sdist, path = tmp_path / "sdist", tmp_path / "bin" / "npm"
     write(sdist / "vendor/llama.cpp", {"CMakeLists.txt": "", "tools/ui/package.json": "a page"})
     write(tmp_path, {"sdist/llama_cpp/x": "", "bin/npm": NPM})
-    path.chmod(0o755)
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SPARQ_LLAMA_SOURCE", str(sdist))
     monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")

@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 import pytest
+from fakes import write
 
 from pyorch.errors import SparqError
 from pyorch.native import probe
@@ -18,10 +19,8 @@ def wrapped(folder: Path, line: str) -> probe.Compiler:
     """The real compilers behind a line of shell that may change or refuse their arguments."""
     commands = []
     for name, real in (("cc", REAL.cc), ("c++", REAL.cxx)):
-        file = folder / name
-        file.write_text(f'#!/bin/sh\n{line}\nexec {real} "$@"\n')
-        file.chmod(0o755)
-        commands.append(str(file))
+        write(folder, {name: f'#!/bin/sh\n{line}\nexec {real} "$@"\n'})
+        commands.append(str(folder / name))
     return probe.Compiler(commands[0], commands[1], "wrapped")
 
 

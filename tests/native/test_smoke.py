@@ -140,12 +140,9 @@ def test_a_library_that_dies(
     assert name in fault.how
 
 
-def test_a_trial_that_did_not_end_says_nothing_of_the_library(
-    native_lib_dir: Path, dies: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def test_a_trial_that_was_killed_says_nothing_of_the_library(
+    native_lib_dir: Path, dies: Callable[[str], None]
 ) -> None:
-    with monkeypatch.context() as m, pytest.raises(SparqError, match=r"0\.01 s"):
-        m.setattr(smoke, "TIMEOUT_S", 0.01)
-        smoke.fault(native_lib_dir)
     dies("raise(SIGKILL)")
     with pytest.raises(SparqError, match="could not be tried: was ended by SIGKILL"):
         smoke.fault(native_lib_dir)
@@ -155,8 +152,6 @@ def test_a_trial_that_did_not_end_says_nothing_of_the_library(
 def test_a_vulkan_device_that_is_slow_works_as_far_as_it_was_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_case: int, backend: str
 ) -> None:
-    """One in software compiles some of its programs for minutes."""
-
     def slow(argv: list[str], stdout: IO[str], timeout: float) -> None:
         stdout.write('{"case": "multiplying", "buffer": "Vulkan0"}\n' * n_case)
         raise subprocess.TimeoutExpired(argv, timeout)

@@ -48,10 +48,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    settings = {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "FIND_LINKS": str(folder)}
+    for name, value in {**settings, "DISABLE_PIP_VERSION_CHECK": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
     return folder
 
 

@@ -25,8 +25,7 @@ WITH_VULKAN = build.Options(vulkan=True)
 def test_what_is_missing_is_named(tmp_path: Path, glslc: str, version: str, why: str) -> None:
     found = f"Vulkan_INCLUDE_DIR /i\nVulkan_LIBRARY /l\nSPIRV-Headers_DIR /s\nversion {version}"
     text = f"#!/bin/sh\necho '{found}\nVulkan_GLSLC_EXECUTABLE {glslc}' >&2\n"
-    (fake := tmp_path / "cmake").write_text(text)
-    fake.chmod(0o755)
+    fake = write(tmp_path, {"cmake": text}) / "cmake"
     assert why in (said := vulkan.parts(str(fake), "ninja")[1]) and bool(said) == bool(why)
 
 
