@@ -19,7 +19,7 @@ export OPENBLAS_NUM_THREADS = 1
 # the tests start hundreds of Python processes
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu test-vulkan bench-gpu gpu-all wheels wheel-cuda figures numbers fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
+.PHONY: demo test test-server test-all test-archs archs-table test-lowest test-gpu test-vulkan bench-gpu gpu-all wheels wheel-cuda wheel-vulkan figures numbers fuzz sanitize spec-table lint fmt build upstream patches-refresh patches-check clean
 
 demo: build             ## build, download a small model (89 MiB), and let it complete sentences out of a long story, dense and sparse
 	$(RUN)/sparq-cpp demo --yes
@@ -83,6 +83,10 @@ wheels: $(STAMP)        ## dist/: wheels with the library inside, for machines w
 wheel-cuda: $(STAMP)    ## dist/: what a GPU needs beside the wheel for Linux, where nvcc 13 and GCC are; an hour. ARGS=90: for one kind of GPU
 	$(RUN)/python -m pip install --quiet --editable '.[wheel-cuda]'
 	$(RUN)/python -m pyorch.native.wheels dist cuda $(ARGS)
+
+wheel-vulkan: $(STAMP)  ## dist/: what other GPUs need beside the wheel for Linux, where glslc and the headers of Vulkan are; half an hour
+	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
+	$(RUN)/python -m pyorch.native.wheels dist vulkan
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'

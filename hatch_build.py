@@ -1,7 +1,7 @@
 """Lets `make wheels` put a built library into the wheel, which is of Python alone otherwise.
 
 SPARQ_WHEEL_LIBRARY is the folder that `pyorch/native/wheel.py` has filled, SPARQ_WHEEL_TAG says for
-which systems it is. The wheel of `pyorch/native/cuda_wheel.py` has its library, and only that tag.
+which systems it is. The wheel of `pyorch/native/gpu_wheel.py` has its library, and only that tag.
 """
 
 import os

@@ -21,13 +21,16 @@ import pytest
 
 import pyorch
 from pyorch import paths
-from pyorch.native import cuda
+from pyorch.native import carried_gpu, cuda
 
 pytestmark = pytest.mark.skipif(not paths.in_checkout(), reason="there is nothing to pack here")
 DATA = ("patches", "ggml_ops", "models")
 DIST = paths.REPOSITORY / "dist"
 BUILT = sorted(DIST.glob(f"sparq_cpp-*manylinux*_{platform.machine()}.whl"))
-WITH_CUDA = sorted(DIST.glob(f"sparq_cpp_cuda-*manylinux*_{platform.machine()}.whl"))
+WITH_GPU = {
+    backend: sorted(DIST.glob(f"sparq_cpp_{backend}-*manylinux*_{platform.machine()}.whl"))
+    for backend in carried_gpu.BACKENDS
+}
 
 
 def pack(folder: Path, into: Path, kind: str, env: dict[str, str] | None = None) -> Path:
@@ -178,19 +181,21 @@ def test_a_wheel_is_small_and_tells_nothing_of_the_machine(wheel: Path) -> None:
             assert not any(path in data for path in private), name
 
 
-needs_both = pytest.mark.skipif(
-    not (BUILT and WITH_CUDA), reason="`make wheels` and `make wheel-cuda` have put none into dist/"
-)
+def with_gpu(backend: str, folder: Path, **how: Any) -> Path:
+    """An environment with the wheel and that of a backend; skips where they were not made."""
+    if not (BUILT and WITH_GPU[backend]):
+        pytest.skip(f"`make wheels` and `make wheel-{backend}` have put none into dist/")
+    return installed(folder, BUILT[-1], WITH_GPU[backend][-1], **how)
 
 
 @pytest.mark.slow
-@needs_both
-def test_the_wheel_with_cuda_needs_no_gpu(tmp_path: Path) -> None:
-    """Without one the CPU is used, and doctor says why. The backend loads, with NVIDIA's packages
-    of the index: each symbol is found, and CUDA asks for its driver."""
-    python = installed(tmp_path / "env", BUILT[-1], WITH_CUDA[-1])
+@pytest.mark.parametrize("backend", carried_gpu.BACKENDS)
+def test_a_wheel_for_gpus_needs_none(backend: str, tmp_path: Path) -> None:
+    """Without one the CPU is used, and doctor says why. CUDA's backend loads, with NVIDIA's
+    packages of the index: each symbol is found, and CUDA asks for its driver."""
+    python = with_gpu(backend, tmp_path / "env")
     bin_folder = python.parent
-    env = {"PATH": str(bin_folder), "HOME": str(tmp_path / "home")}
+    env = {"PATH": str(bin_folder), "HOME": str(tmp_path / "home"), "VK_ICD_FILENAMES": ""}
     works(python, tmp_path, env)
 
     def output(*argv: str | Path) -> str:
@@ -198,13 +203,13 @@ def test_the_wheel_with_cuda_needs_no_gpu(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    if not cuda.devices()[0]:
+    if backend == "vulkan" or not cuda.devices()[0]:
         facts = json.loads(output(bin_folder / "sparq-cpp", "doctor", "--json"))
-        why = "sparq-cpp-cuda is not used: the system has no NVIDIA device"
-        assert facts["off"]["cuda"] == why
+        assert f"sparq-cpp-{backend}" in facts["off"][backend]
+    if backend == "cuda" and not cuda.devices()[0]:
         pretended = output(python, "-c", PRETEND)
         assert "failed to initialize CUDA" in pretended and "undefined symbol" not in pretended
-    (library,) = (tmp_path / "env" / "lib").glob("*/site-packages/sparq_cpp_cuda/libggml-cuda.so")
+    (library,) = (tmp_path / "env" / "lib").glob(f"*/*/*/libggml-{backend}.so")
     if nm := shutil.which("nm"):
         names = output(nm, "-D", library)
         versions = {tuple(map(int, x.split("."))) for x in re.findall(r"@GLIBC_([\d.]+)", names)}
@@ -214,20 +219,19 @@ def test_the_wheel_with_cuda_needs_no_gpu(tmp_path: Path) -> None:
 
 
 PRETEND = """
-from pyorch.native import carried, carried_cuda, cuda
+from pyorch.native import carried, carried_gpu, cuda
 cuda.devices = lambda: ((cuda.Device("one that is not there", 0, arch="90"),), "")
-print(carried_cuda.find(carried.find_cpu())[1])
+print(carried_gpu.find("cuda", carried.find_cpu())[1])
 """
 
 
 @pytest.mark.gpu
-@needs_both
 def test_the_wheels_use_a_gpu(tmp_path: Path) -> None:
     """Without an index, on top of this environment's packages: sparse on the GPU, with the tokens
     of the CPU. The package has what `make wheel-cuda` was asked for."""
     ours = {paths.REPOSITORY, paths.REPOSITORY / "tests"}
     beside = [p for p in sys.path if Path(p).is_dir() and Path(p).absolute() not in ours]
-    python = installed(tmp_path / "env", BUILT[-1], WITH_CUDA[-1], beside=beside)
+    python = with_gpu("cuda", tmp_path / "env", beside=beside)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SPARQ_", "PYTHONPATH"))}
     env["SPARQ_CACHE"] = str(tmp_path / "cache")
     on_gpu, on_cpu = (

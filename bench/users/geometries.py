@@ -21,18 +21,22 @@ NEEDS = (
 
 
 def data(folder: Path) -> list[plot.Row]:
-    """A row for each model and length."""
+    """A row for each model and length, and one for the faster setting of a rival."""
     rows = speed.rows(records.latest(records.load_all(folder / FILE)))
-    rows = [r for r in rows if r["sparse_attn"] == AttentionSpec("sparq", ratio=1 / 8)]
-    plot.need(rows, "decoded tokens at 1/8", NEEDS)
+    ours = [r for r in rows if r["sparse_attn"] == AttentionSpec("sparq", ratio=1 / 8)]
+    plot.need(ours, "decoded tokens at 1/8", NEEDS)
+    rivals = [r for r in rows if r["library"] not in ("stock", "sparq")]
+    rivals.sort(key=lambda r: r["speedup"])  # the fastest last
+    fastest = {(r["model_type"], r["n_depth"]): r for r in rivals}
     return [
         {
             "attention": _name(r["model_type"]),
             "positions": r["n_depth"],
+            "library": r["library"],
             "ms": r["median_ns"] / 1e6,
             "speedup": r["speedup"],
         }
-        for r in sorted(rows, key=lambda r: r["n_depth"])
+        for r in sorted([*ours, *fastest.values()], key=lambda r: r["n_depth"])
     ]
 
 
@@ -42,17 +46,22 @@ def _name(model: str) -> str:
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
-    names = list(dict.fromkeys(r["attention"] for r in rows))
+    figure, (ax,) = plot.panels(width=6.4)
+    names, lines = list(dict.fromkeys(r["attention"] for r in rows)), plot.Names()
     colours = dict(zip(names, (plot.OURS, plot.OURS_2, plot.OURS_3, plot.PAPER), strict=False))
-    return plot.over_positions(
-        rows, "speedup", colours, ylabel="times as fast as llama.cpp's faster setting"
-    )
+    for ours, fmt in ((False, "o--"), (True, "o-")):
+        some = [r for r in rows if (r["library"] == "sparq") == ours]
+        lines.each(ax, some, "positions", "speedup", colours, named=ours, fmt=fmt)
+    plot.positions_axis(ax, [r["positions"] for r in rows])
+    ax.set(ylim=(0, None), ylabel="times as fast as llama.cpp (dashed: ik_llama.cpp)")
+    lines.write(figure)
+    return figure
 
 
 FIGURE = plot.Figure(
     name="geometries",
     title="Decoded tokens of today's models at 1/8",
-    caption="Batch 1, random K and V, medians in turns with llama.cpp's `-fa 0` and `-fa 1`.",
+    caption="Batch 1, random K and V, medians in turns, each with its faster `-fa`.",
     needs=NEEDS,
     file=FILE,
     data=data,

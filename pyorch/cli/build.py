@@ -69,8 +69,6 @@ def command(
             options = build.working(options)
         if options.cuda:
             say(f"with CUDA, for sm_{options.cuda.replace(';', ', sm_')}")
-        if options.vulkan:
-            say("with Vulkan, whose shaders alone take minutes")
         folder = build.build(options, names, jobs, force)
     if ui:
         page.build()

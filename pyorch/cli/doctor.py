@@ -101,7 +101,7 @@ def _toolchain() -> tuple[Facts, Facts]:
         facts |= {"isa": list(probed.isa), "flags": list(probed.flags), "openmp": probed.openmp}
         off |= probed.off
         off["cuda"] = cuda.toolkit(compiler)[1] or cuda.devices()[1]
-        off["vulkan"] = cmake.why_not_vulkan()
+        off["vulkan"] = cmake.vulkan_parts()[1]
         facts["vulkan"] = "" if off["vulkan"] else "half an hour to build with one compiler"
         off["metal"] = "sparq-cpp build --metal was never tried" if sys.platform == "darwin" else ""
     except SparqError as error:
@@ -113,16 +113,15 @@ def _built() -> tuple[Facts, Facts]:
     """What is built of the present sources and whether it works, and the features that failed when
     it was tried."""
     from pyorch import native
-    from pyorch.native import build, carried, carried_cuda
+    from pyorch.native import build, carried, carried_gpu
 
     facts: Facts = {"used": ""}
     failed: Facts = {}
     try:
         used = native.find()
         if cpu := carried.find_cpu():
-            with_cuda, why = carried_cuda.find(cpu)
-            if with_cuda or why:
-                failed["cuda"] = why and f"{carried_cuda.PACKAGE} is not used: {why}"
+            for backend in filter(carried_gpu.installed, carried_gpu.BACKENDS):
+                failed[backend] = carried_gpu.find(backend, cpu)[1]
         if used:
             facts["used"] = used.name
             facts["works"] = _works(used)
@@ -163,7 +162,7 @@ RUNS = {
 
 
 def _write(file: Path) -> None:
-    """Try all devices, which takes from half a minute on, and write the report."""
+    """Try all devices, which takes half a minute to five, and write the report."""
     from pyorch import native, paths
 
     if file.exists():
@@ -171,7 +170,7 @@ def _write(file: Path) -> None:
     folder, gpus, facts = native.lib_dir(), native.gpus(), examine()
     del facts["cache"]
     if gpus:
-        say("multiplying on the GPUs")
+        say("multiplying on the GPUs, for half a minute")
         memory = [(x.name, human_bytes(x.memory), x.integrated) for x in gpus]
         facts["gpus"] = {"works": _works(folder, gpu=True), "memory, integrated": memory}
     lines = {name: line for name, line in RUNS.items() if gpus or name.startswith("CPU")}
@@ -184,12 +183,13 @@ def _write(file: Path) -> None:
 def _run(name: str, line: str) -> Facts:
     """What a run says of itself, or how it failed. A backend may die with its process."""
     from pyorch import paths
+    from pyorch.native import probe
 
-    say(f"continuing a text: {name}")
+    say(f"continuing a text, for a minute at most: {name}")
     demo = paths.data("models") / "demo"
     text = (demo / "document.txt").read_text("utf-8")[:N_CHARACTERS]
     argv = ["generate", str(demo / "demo.gguf"), "-p", text, "-n", str(N_TOKENS), "--temp", "0"]
-    done = children.run(children.python("pyorch", *argv, "--json", *line.split()))
+    done = probe.run(children.python("pyorch", *argv, "--json", *line.split()))
     failed = {"failed": children.ended(done.returncode)}
     numbers = failed if done.returncode else json.loads(done.stdout)
     return {**numbers, "notes": done.stderr.splitlines()[-20:]}

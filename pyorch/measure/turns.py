@@ -94,7 +94,8 @@ def in_turns(
 
 
 def check_dense(group: Sequence[S], process_of: Callable[[S], Process], n_depth: int) -> None:
-    """Compare our dense attention with stock's, so that a wrong kernel is not timed.
+    """Compare our dense attention with stock's, so that a wrong kernel is not timed. Where random K
+    and V make more of rounding, it may differ by as much as stock's two settings do.
 
     Args:
         process_of: the one that holds a case.
@@ -105,15 +106,19 @@ def check_dense(group: Sequence[S], process_of: Callable[[S], Process], n_depth:
     ours = next((c for c in group if c.library == "sparq"), None)
     if ours is None:
         return
-    a = np.array(process_of(group[0]).logits(token=77))
+    exact = [np.array(process_of(c).logits(token=77)) for c in group if c.library == "stock"]
     process_of(ours).attention(spec="dense")
     b = np.array(process_of(ours).logits(token=77))
-    nmse = float(((b - a) ** 2).sum() / (a**2).sum())
-    if not nmse <= MAX_NMSE:
+    nmse = min(_nmse(b, a) for a in exact)
+    if not nmse <= max(MAX_NMSE, _nmse(exact[-1], exact[0])):
         raise SparqError(
             f"our dense attention differs from stock's at {n_depth} positions: NMSE {nmse:.2g}",
             "a wrong kernel is not timed; run `make test`",
         )
+
+
+def _nmse(x: Any, of: Any) -> float:
+    return float(((x - of) ** 2).sum() / (of**2).sum())
 
 
 def refuse_idle(

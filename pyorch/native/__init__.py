@@ -27,10 +27,10 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     """The folder with libllama and the tools, built for the present inputs; None = not built.
 
     A build with CUDA is preferred where there is a device, also the one of the package
-    sparq-cpp-cuda, then one with Vulkan or Metal if any was made; and one for this CPU to a
-    portable one, which `sparq-cpp build --portable` makes. Where none was made, the library that
-    came with the wheel is unpacked to the cache. A build of another machine that SPARQ_LIBRARY
-    names is taken as it is.
+    sparq-cpp-cuda, then one with Vulkan or Metal if any was made or sparq-cpp-vulkan is there; and
+    one for this CPU to a portable one, which `sparq-cpp build --portable` makes. Where none was
+    made, the library that came with the wheel is unpacked to the cache. A build of another machine
+    that SPARQ_LIBRARY names is taken as it is.
 
     Args:
         stock: the same pin without our patches.
@@ -39,7 +39,7 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     Raises:
         SparqError: SPARQ_LIBRARY names no finished build, or one without these tools.
     """
-    from pyorch.native import build, carried, carried_cuda, cuda
+    from pyorch.native import build, carried, carried_gpu, cuda
 
     if not stock and (folder := build.from_environment()):
         if missing := [tool for tool in tools if not (folder / system.program(tool)).is_file()]:
@@ -56,14 +56,15 @@ def find(stock: bool = False, tools: tuple[str, ...] = ()) -> Path | None:
     if "cuda" in backends:
         return built_here
     came = None
-    if carried_cuda.installed() or not (built_here or stock):
+    if any(map(carried_gpu.installed, carried_gpu.BACKENDS)) or not (built_here or stock):
         came = carried.find()
-    came_with_cuda = came is not None and "cuda" in build.backends(came)
+    better = [x for x in build.backends(came) if x == "cuda" or not backends] if came else []
     if stock:
-        if built_here and came_with_cuda:
-            say("stock llama.cpp is for the CPU here, and ours uses CUDA, unless SPARQ_CUDA=0")
+        if built_here and better:
+            off = f"SPARQ_{better[0].upper()}=0"
+            say(f"stock llama.cpp is for the CPU here, and ours is not, unless {off}")
         return built_here
-    if came_with_cuda:
+    if better:
         return came
     lacking = [name for name in usual.backends if name not in backends]
     if (built_here or came) and lacking and (lacking != ["cuda"] or cuda.find_nvcc()):
@@ -115,12 +116,8 @@ def built(stock: bool = False, tools: tuple[str, ...] = ()) -> Path:
         paths.check_exec(folder)
         return folder
     options = build.working(build.usual(stock))
-    what = f"the {options.name} library"
-    if tools and find(stock) is not None:
-        what = " and ".join(tools)
-    changed = ", ".join(build.changes(options))
-    why = f": {changed} changed since the last build" if changed else " is not built yet"
-    say(f"{what}{why}; building it, once, for some minutes")
+    what = " and ".join(tools) or f"the {options.name} library"
+    say(f"{what} is not built for these sources and settings; building it, once, for some minutes")
     return build.build(options, tools)
 
 

@@ -48,7 +48,8 @@ _OURS = re.compile(r"(sparq|stock)-.+|[0-9a-f]{12}(\.partial)?")
 def usual(stock: bool = False) -> Options:
     """The default options: with CUDA if there is a device, else with Vulkan or Metal if a build of
     this cache was made with it. The variable SPARQ_<BACKEND>=0 switches one off."""
-    before = {name for folder, _ in finished() for name in backends(folder)}
+    compiled = (folder for folder, _ in finished() if "-carried-" not in folder.name)
+    before = {name for folder in compiled for name in backends(folder)}
     vulkan = "vulkan" in before and os.environ.get("SPARQ_VULKAN") != "0"
     metal = "metal" in before and os.environ.get("SPARQ_METAL") != "0"
     if cuda.is_preferred() and (cuda.find_nvcc() or not (vulkan or metal)):
@@ -61,7 +62,7 @@ def working(options: Options) -> Options:
     is compiled to find out."""
     why = cuda.toolkit(probe.need_compiler())[1] if options.cuda else ""
     if options.vulkan:
-        why = cmake.why_not_vulkan()
+        why = cmake.vulkan_parts()[1]
     if why:
         say(f"building for the CPU only, without {options.backends[0]}: {why}")
         return replace(options, cuda="", vulkan=False)
@@ -113,16 +114,6 @@ def find(options: Options, tools: tuple[str, ...] = ()) -> Path | None:
         if made_of and _has(folder, tools):
             return folder
     return None
-
-
-def changes(options: Options) -> list[str]:
-    """The inputs that the last build of this kind has otherwise, such as CFLAGS."""
-    want, compiler = inputs(options), probe.find_compiler()
-    want |= {"compiler": compiler.version} if compiler else {}
-    built = [stamp["inputs"] for _, stamp in finished()]
-    last = next((has for has in built if has["options"] == options.name), want)
-    names = {"env": "CFLAGS, CXXFLAGS or LDFLAGS"}
-    return [names.get(k, k) for k, value in want.items() if last.get(k) != value]
 
 
 def finished() -> list[tuple[Path, dict[str, Any]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import shutil
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from pyorch import children, paths, system
 from pyorch.errors import SparqError
-from pyorch.native import build, carried_cuda, probe, smoke, source
+from pyorch.native import build, carried_gpu, probe, smoke, source
 from pyorch.progress import say
 
 FOLDER = paths.PACKAGE / "_built"
@@ -28,18 +27,9 @@ _VARIANT = f"{Path(_CPU).stem}-"  # the beginning of their files' names
 _MODULE = ".dll" if system.IS_WINDOWS else ".so"  # and the end
 
 
-def fits() -> bool:
-    """Whether a library came with the wheel, made of the sources that are asked for.
-
-    Another pin (SPARQ_LLAMA_PIN) or another source is not in it.
-    """
-    stamp = build.read_stamp(FOLDER)
-    return stamp is not None and stamp["inputs"] == build.sources(build.Options())
-
-
 def find() -> Path | None:
-    """The folder of the cache that has it for this machine, with CUDA if that can be used
-    (carried_cuda.py); None if none came.
+    """The folder of the cache that has it for this machine, with CUDA or Vulkan if a package of
+    either can be used (carried_gpu.py); None if none came.
 
     Raises:
         SparqError: as in `find_cpu`.
@@ -47,10 +37,10 @@ def find() -> Path | None:
     cpu = find_cpu()
     if cpu is None:
         return None
-    with_cuda, why = carried_cuda.find(cpu)
-    if why and os.environ.get("SPARQ_CUDA") != "0":  # who sets that knows
-        say(f"{carried_cuda.PACKAGE} is not used: {why}")
-    return with_cuda or cpu
+    for backend in carried_gpu.BACKENDS:
+        if with_gpu := carried_gpu.find(backend, cpu)[0]:
+            return with_gpu
+    return cpu
 
 
 def find_cpu() -> Path | None:
@@ -59,9 +49,9 @@ def find_cpu() -> Path | None:
     Raises:
         SparqError: no variant works here, or the cache cannot be written.
     """
-    if not fits():
-        return None
-    stamp: Any = build.read_stamp(FOLDER)
+    stamp = build.read_stamp(FOLDER)
+    if stamp is None or stamp["inputs"] != build.sources(build.Options()):
+        return None  # another pin (SPARQ_LLAMA_PIN) or another source is not in it
     target = paths.cache() / "lib" / f"{NAME}-{stamp['stamp']}-{probe.cpu()[1]}"
     paths.once(
         paths.cache(),

@@ -86,7 +86,11 @@ def need_tools() -> probe.Compiler:
     Raises:
         SparqError: one of them is missing, or nothing can be built on this system.
     """
-    probe.check_system()
+    if platform.system() not in ("Linux", "Darwin"):  # where a build was never tried
+        raise SparqError(
+            f"building on {platform.system() or 'this system'} is not supported",
+            "use Linux or macOS; on Windows the wheel, or the Windows Subsystem for Linux",
+        )
     compiler = probe.need_compiler()
     for name in _OLDEST:
         tool(name)
@@ -105,16 +109,16 @@ def toolchain(options: Options) -> Toolchain:
     toolkit, why = cuda.toolkit(compiler) if options.cuda else (None, "")
     if why:
         raise SparqError(f"CUDA cannot be used: {why}", "for the CPU alone: SPARQ_CUDA=0")
-    if options.vulkan and (why := why_not_vulkan()):
+    if options.vulkan and (why := vulkan_parts()[1]):
         raise SparqError(f"Vulkan cannot be used: {why}", "for the CPU alone: SPARQ_VULKAN=0")
     if options.metal and platform.system() != "Darwin":
         raise SparqError("Metal is of macOS only", "without --metal", exit_code=2)
     return Toolchain(compiler, cpu, toolkit)
 
 
-def why_not_vulkan() -> str:
-    """As `vulkan.why_not`, with the tools that are here."""
-    return vulkan.why_not(tool("cmake"), tool("ninja"))
+def vulkan_parts() -> tuple[dict[str, str], str]:
+    """As `vulkan.parts`, with the tools that are here."""
+    return vulkan.parts(tool("cmake"), tool("ninja"))
 
 
 def compile_tree(

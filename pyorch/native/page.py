@@ -46,9 +46,7 @@ def build() -> Path:
     def make(lock: int) -> None:
         npm = shutil.which("npm")
         if npm is None:
-            raise SparqError(
-                "there is no npm, which makes the page", "install Node.js 20.19 or newer"
-            )
+            raise SparqError("there is no npm, which makes the page", _NEEDS)
         where = source.locate(pin)
         source.fetch(pin, where)
         source.unpack(where, f"{pin.folder}/tools/ui", work)

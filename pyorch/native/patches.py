@@ -33,14 +33,6 @@ class Patch:
     trailers: dict[str, str]
     changes: list[Change]
 
-    @property
-    def added(self) -> int:
-        return sum(change.count(b"+") for change in self.changes)
-
-    @property
-    def removed(self) -> int:
-        return sum(change.count(b"-") for change in self.changes)
-
 
 def series(patch_dir: Path | None = None) -> list[Path]:
     """The patches in the order in which they apply."""
@@ -50,9 +42,6 @@ def series(patch_dir: Path | None = None) -> list[Path]:
 def digest(patch_dir: Path | None = None) -> str:
     """The hash of the series: names and bytes, in order."""
     return digest_of({patch.name: patch for patch in series(patch_dir)})
-
-
-# ---- apply ---------------------------------------------------------------------------------------
 
 
 def parse(file: Path) -> Patch:

@@ -56,7 +56,6 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ggml_flash_attn_ext": (_T, _P, _T, _T, _T, _T, c_float, c_float, c_float),
     "ggml_new_graph": (_P, _P),
     "ggml_build_forward_expand": (None, _P, _T),
-    "ggml_graph_add_node": (None, _P, _T),
     "ggml_graph_n_nodes": (c_int, _P),
     "ggml_graph_node": (_T, _P, c_int),
     # our ops

@@ -75,14 +75,12 @@ def upstream(patch_dir: Path, folder: Path, force: bool = False) -> None:
             _export(folder, Path(temp))
             differing = _same_series(patch_dir, Path(temp))
         dirty = _git(folder, "status", "--porcelain")
-        if not differing and not dirty:
-            say(f"{folder} is up to date")
-            return
-        what = ", ".join(differing) if differing else "uncommitted edits"
-        raise SparqError(
-            f"{folder} differs from the series: {what}",
-            "export its commits: make patches-refresh; or drop them: make upstream FORCE=1",
-        )
+        if differing or dirty:
+            what = ", ".join(differing) if differing else "uncommitted edits"
+            raise SparqError(
+                f"{folder} differs from the series: {what}",
+                "export its commits: make patches-refresh; or drop them: make upstream FORCE=1",
+            )
     fresh = folder.with_name(folder.name + ".new")
     _checkout(fresh, patch_dir)
     shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +117,8 @@ def audit(patch_dir: Path) -> list[str]:
         status = p.trailers.get("Upstream-Status", "")
         if status and not status.startswith(STATUS):
             wrong.append(f"{p.name}: unknown Upstream-Status '{status}'")
-    added, removed = sum(p.added for p in patches), sum(p.removed for p in patches)
+    changes = [change for p in patches for change in p.changes]
+    added, removed = (sum(x.count(tag) for x in changes) for tag in (b"+", b"-"))
     if added > MAX_ADDED or removed > MAX_REMOVED:
         budget = f"+{MAX_ADDED} -{MAX_REMOVED}"
         wrong.append(f"the series touches +{added} -{removed} lines; the budget is {budget}")

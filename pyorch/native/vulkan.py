@@ -27,15 +27,17 @@ _PARTS = {
 OLDEST = 275  # of 1.3
 
 
-def why_not(cmake: str, ninja: str) -> str:
-    """Why nothing can be built with Vulkan; "" if it can. Takes a second."""
+def parts(cmake: str, ninja: str) -> tuple[dict[str, str], str]:
+    """Where they are, by cmake's names; and why nothing can be built, "" if it can. A second."""
     with tempfile.TemporaryDirectory(prefix="sparq-probe-") as temp:
         (Path(temp) / "CMakeLists.txt").write_text(_PROJECT, "utf-8")
         argv = [cmake, "-S", temp, "-B", temp, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         lines = [line.partition(" ") for line in probe.run(argv).stderr.splitlines()]
-    found = {part: value for part, _, value in lines if not value.endswith("NOTFOUND")}
+    lines = [line for line in lines if not line[2].endswith("NOTFOUND")]
+    found = {part: value for part, _, value in lines if part in _PARTS}
+    version = max((int(value) for part, _, value in lines if part == "version"), default=0)
     if missing := [what for part, what in _PARTS.items() if not found.get(part)]:
-        return f"missing: {', '.join(missing)}"
-    if int(found["version"]) < OLDEST:
-        return f"the headers of Vulkan are of 1.3.{int(found['version'])}, below 1.3.{OLDEST}"
-    return ""
+        return found, f"missing: {', '.join(missing)}"
+    if version < OLDEST:
+        return found, f"the headers of Vulkan are of 1.3.{version}, below 1.3.{OLDEST}"
+    return found, ""

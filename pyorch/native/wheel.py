@@ -174,8 +174,9 @@ def make(name: str, into: Path) -> Path:
         source.unpack(where, "llama_cpp", built / "python" / "llama_cpp")
         source.unpack(where, "", licenses / "llama_cpp", only=("LICENSE.md",))
         copy_licenses(licenses, {"llama.cpp": root / "all" / "src", "zig": zig.folder})
+        files = sorted(file for file in built.rglob("*") if file.is_file())
         stamp = {
-            "stamp": source.digest_of({str(f.relative_to(built)): f for f in _files(built)})[:12],
+            "stamp": source.digest_of({str(f.relative_to(built)): f for f in files})[:12],
             "inputs": made_of,
             "pin": f"{pin.package} {pin.version}",
             "compiler": zig.version,
@@ -210,10 +211,6 @@ def copy_licenses(into: Path, trees: dict[str, Path]) -> None:
             copy = into / name / file.relative_to(tree)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 def pack(project: Path, name: str, env: dict[str, str], into: Path) -> Path:

@@ -1,7 +1,8 @@
-"""Makes wheels, for `make wheels` and `make wheel-cuda`.
+"""Makes wheels, for `make wheels`, `make wheel-cuda` and `make wheel-vulkan`.
 
 python -m pyorch.native.wheels dist               # all of `wheel.TARGETS`
 python -m pyorch.native.wheels dist linux-x86_64  # one
+python -m pyorch.native.wheels dist vulkan        # the package sparq-cpp-vulkan
 python -m pyorch.native.wheels dist cuda [90]     # the package sparq-cpp-cuda, for all GPUs or one
 """
 
@@ -13,7 +14,7 @@ from importlib import metadata
 
 from pyorch import paths
 from pyorch.errors import SparqError
-from pyorch.native import cuda_wheel, wheel
+from pyorch.native import carried_gpu, gpu_wheel, wheel
 
 
 def main() -> None:
@@ -21,13 +22,15 @@ def main() -> None:
     for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"):  # they would make another wheel
         os.environ.pop(name, None)
     try:
-        if names[:1] == ["cuda"]:
-            print(cuda_wheel.make(into, tuple(names[1:]) or cuda_wheel.ARCHS))
+        if names and names[0] in carried_gpu.BACKENDS:
+            print(gpu_wheel.make(names[0], into, tuple(names[1:]) or gpu_wheel.ARCHS))
         else:
             for name in names or wheel.TARGETS:
                 print(wheel.make(name, into))
     except metadata.PackageNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed\nhint: make wheels or wheel-cuda does it")
+        sys.exit(
+            f"error: {error.name} is not installed\nhint: make wheels, wheel-cuda or wheel-vulkan"
+        )
     except SparqError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
 

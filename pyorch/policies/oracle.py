@@ -13,15 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.policies import pages
-from pyorch.policies.base import (
-    Selector,
-    Step,
-    WithMeanV,
-    at,
-    softmax,
-    summed_scores,
-    top_rows,
-)
+from pyorch.policies.base import Selector, Step, WithMeanV, at, softmax, summed_scores, top_rows
 
 
 class OracleSelector(Selector):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,13 +57,15 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
 
         def logits(self, token: int) -> list[float]:
             assert self.now == ("off" if self.name.startswith("stock") else "dense")
-            return [1.0, 2.0 if self.name.startswith("stock") else wrong]
+            return [1.0, second.get(self.name, second["ours"])]
 
     (group,) = planned(spec)
     processes: Any = {c.place: Fake(c.place) for c in group}
-    wrong = 2.0
+    second = {"stock -fa 0": 2.0, "stock -fa 1": 2.0, "ours": 2.0}
     check_dense(group, lambda c: processes[c.place], 4096)
-    wrong = 3.0
+    second |= {"stock -fa 1": 2.4, "ours": 2.7}  # as far as stock's two settings
+    check_dense(group, lambda c: processes[c.place], 4096)
+    second["ours"] = 3.0
     with pytest.raises(SparqError, match="our dense attention differs"):
         check_dense(group, lambda c: processes[c.place], 4096)
 
@@ -76,11 +79,7 @@ def test_turns_go_forwards_and_backwards() -> None:
         order[turn] = order.get(turn, "") + side.library
         return {"samples_ns": [turn], "counters": {"calls": 1, "name": "x"}}
 
-    class Reader:
-        def read(self) -> float:
-            return 1.0
-
-    reader: Any = Reader()
+    reader: Any = SimpleNamespace(read=lambda: 1.0)
     results, bandwidth = in_turns(sides, range(-1, 2), once, reader, lambda _: None)
     assert " ".join(order.values()) == "CBA ABC CBA" and len(bandwidth) == 3
     assert results == [{"samples_ns": [0, 1], "counters": {"calls": 2}}] * 3

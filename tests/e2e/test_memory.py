@@ -44,7 +44,6 @@ SPECS = (
 )
 
 
-# By how much making the shadow grows a process, without what other tests freed, in bytes.
 GROWN = """
 import sys
 from llama import Context, Model

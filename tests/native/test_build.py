@@ -59,17 +59,6 @@ def test_every_input_counts(world: Path, monkeypatch: pytest.MonkeyPatch, what: 
     assert before.is_dir()  # programs that use it go on
 
 
-def test_a_build_that_begins_unasked_says_why(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make()
-    capsys.readouterr()
-    monkeypatch.setenv("CFLAGS", "-O1")
-    native.built()
-    first = capsys.readouterr().err.splitlines()[0]
-    assert "CFLAGS" in first and runs(world) == 2
-
-
 @pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="the system does not say it")
 def test_a_place_where_nothing_runs_is_refused(
     world: Path, monkeypatch: pytest.MonkeyPatch

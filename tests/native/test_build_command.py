@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pyorch import children, native
 from pyorch.cli import doctor
 from pyorch.native import build as native_build
 
@@ -64,6 +65,21 @@ def test_report(
     assert str(native_lib_dir.parent) not in text and str(Path.home()) not in text
     code, _, err = run("doctor", "--report", file)
     assert code == 2 and str(file) in err and "hint" in err and file.read_text() == text
+
+
+def test_a_report_ends(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a run does not, as on a GPU in software, whose shaders take minutes to compile."""
+
+    def endless(argv: list[str], timeout: float | None = None, **_: object) -> None:
+        raise subprocess.TimeoutExpired(argv, timeout or 1e9)
+
+    monkeypatch.setattr(doctor, "examine", lambda: {"cache": {}})
+    monkeypatch.setattr(native, "lib_dir", lambda: tmp_path)
+    monkeypatch.setattr(native, "gpus", list)
+    monkeypatch.setattr(children, "run", endless)
+    assert run("doctor", "--report", file := tmp_path / "report.json").code == 0
+    runs = json.loads(file.read_text())["runs"].values()
+    assert len(runs) >= 2 and all("minute" in x["notes"][0] and x["failed"] for x in runs)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import write
 
 from pyorch.errors import SparqError
 from pyorch.native import page
@@ -23,13 +24,8 @@ exit 0
 @pytest.fixture
 def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sdist, path = tmp_path / "sdist", tmp_path / "bin" / "npm"
-    files = {"llama_cpp/x": "", "CMakeLists.txt": "", "tools/ui/package.json": "a page"}
-    for name, text in files.items():
-        file = sdist / ("" if "_" in name else "vendor/llama.cpp") / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    path.parent.mkdir()
-    path.write_text(NPM)
+    write(sdist / "vendor/llama.cpp", {"CMakeLists.txt": "", "tools/ui/package.json": "a page"})
+    write(tmp_path, {"sdist/llama_cpp/x": "", "bin/npm": NPM})
     path.chmod(0o755)
     monkeypatch.setenv("SPARQ_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SPARQ_LLAMA_SOURCE", str(sdist))

@@ -125,5 +125,5 @@ def test_round_trip_after_an_edit(
         "0001-llama-hook.patch",
         "0002-llama-second.patch",
     ]
-    upstream.upstream(patch_dir, folder)  # up to date now
+    upstream.upstream(patch_dir, folder)  # nothing is lost now
     assert upstream.check(patch_dir) == []

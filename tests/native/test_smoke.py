@@ -7,14 +7,16 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import fake_device
 import pytest
 from c_library import compiled
 from fakes import edit, runs
 
+from pyorch import children, system
 from pyorch.errors import SparqError
 from pyorch.native import build, probe, smoke
 
@@ -134,7 +136,7 @@ def test_a_library_that_dies(
 ) -> None:
     dies(code)
     fault = smoke.fault(native_lib_dir)
-    assert fault and fault.case == "multiplying 37 tokens by f16 (CPU)" and fault.buffer == "CPU"
+    assert fault and fault.case == "multiplying 1 token by q4_0 (CPU)" and fault.buffer == "CPU"
     assert name in fault.how
 
 
@@ -147,6 +149,23 @@ def test_a_trial_that_did_not_end_says_nothing_of_the_library(
     dies("raise(SIGKILL)")
     with pytest.raises(SparqError, match="could not be tried: was ended by SIGKILL"):
         smoke.fault(native_lib_dir)
+
+
+@pytest.mark.parametrize(("n_case", "backend"), [(2, "vulkan"), (1, "vulkan"), (2, "cuda")])
+def test_a_vulkan_device_that_is_slow_works_as_far_as_it_was_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_case: int, backend: str
+) -> None:
+    """One in software compiles some of its programs for minutes."""
+
+    def slow(argv: list[str], stdout: IO[str], timeout: float) -> None:
+        stdout.write('{"case": "multiplying", "buffer": "Vulkan0"}\n' * n_case)
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr(children, "run", slow)
+    (tmp_path / system.library(f"ggml-{backend}")).touch()
+    is_fine = backend == "vulkan" and n_case > 1
+    with nullcontext() if is_fine else pytest.raises(SparqError, match=r"more than \d+ s"):
+        assert smoke.fault(tmp_path, gpu=True) is None
 
 
 # ---- in a build (fakes.py): the flags and cmake's options decide what fails ----

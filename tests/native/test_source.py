@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from pyorch import paths
 from pyorch.errors import SparqError
 from pyorch.native import source
 
@@ -148,3 +151,15 @@ def test_another_pin_is_chosen_by_its_version(
     (tmp_path / "UPSTREAM").write_text("package  x\n")
     with pytest.raises(SparqError, match="UPSTREAM"):
         source.read_pin(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [pin.version for pin in source.pins()[1:]])
+def test_another_pin_passes_the_gate(version: str) -> None:
+    """Downloads it, builds it with the series and without, and compares the two."""
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    argv.append("tests/e2e/test_gate.py")
+    env = {**os.environ, "SPARQ_LLAMA_PIN": version}
+    done = subprocess.run(argv, cwd=paths.REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout

@@ -27,14 +27,14 @@ def test_what_is_missing_is_named(tmp_path: Path, glslc: str, version: str, why:
     text = f"#!/bin/sh\necho '{found}\nVulkan_GLSLC_EXECUTABLE {glslc}' >&2\n"
     (fake := tmp_path / "cmake").write_text(text)
     fake.chmod(0o755)
-    assert why in (said := vulkan.why_not(str(fake), "ninja")) and bool(said) == bool(why)
+    assert why in (said := vulkan.parts(str(fake), "ninja")[1]) and bool(said) == bool(why)
 
 
 def test_build(world: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cmake, "why_not_vulkan", lambda: "no glslc")
+    monkeypatch.setattr(cmake, "vulkan_parts", lambda: ({}, "no glslc"))
     with pytest.raises(SparqError, match="no glslc"):
         build.build(WITH_VULKAN)
-    monkeypatch.setattr(cmake, "why_not_vulkan", lambda: "")
+    monkeypatch.setattr(cmake, "vulkan_parts", lambda: ({}, ""))
     plain = native.built()
     monkeypatch.setenv("FAKE_CMAKE", f'echo "$@" > {world}/cmake.args')
     folder = Path(run("build", "--vulkan").out.strip())

@@ -29,13 +29,7 @@ from pyorch import native, table
 from pyorch.attention.cost import CELLS, GROUP, N_BATCH, layer_costs, per_token
 from pyorch.attention.saved import resolve
 from pyorch.attention.spec import CALIBRATED, AttentionSpec, check_against_model
-from pyorch.cli.bench.comparison import (
-    NUMA,
-    CacheCase,
-    SpeedOptions,
-    about,
-    best_of_stock,
-)
+from pyorch.cli.bench.comparison import NUMA, CacheCase, SpeedOptions, about, best_of_stock
 from pyorch.cli.bench.measurement import BOTH, Column, Done, Measurement, Row, differing, text_hash
 from pyorch.cli.loading import model_path
 from pyorch.cli.options import RpcOptions
