@@ -201,15 +201,11 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
 
     const int64_t n_heads = n_row*a.n_head_kv;
     ggml_cuda_pool_alloc<unsigned> bits(ctx.pool(), n_heads*a.n_bits);
-    ggml_cuda_pool_alloc<int2>     list(ctx.pool(), n_heads*a.n_list*LIST_KEYS), count(ctx.pool());
+    ggml_cuda_pool_alloc<int2>     list(ctx.pool(), n_heads*a.n_list*LIST_KEYS), count(ctx.pool(), n_heads*a.n_list);
     ggml_cuda_pool_alloc<float>    runs(ctx.pool()), key(ctx.pool()); // in this order: the pool is a stack
-    a.bits = bits.get();
-    a.list = list.get();
-
-    const bool is_small = n_kv <= N_SMALL && a.top_p == 0.0f;
-    if (!is_small) {
-        a.count = count.alloc(n_heads*a.n_list);
-    }
+    a.bits  = bits.get();
+    a.list  = list.get();
+    a.count = count.get();
     if (!run_max && wants_sums(p, a.n_group_q)) {
         a.run_max = runs.alloc(2*n_row*n_head*n_run);
         a.run_sum = a.run_max + n_row*n_head*n_run;
@@ -219,10 +215,6 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
         a.key = key.alloc(n_heads*n_kv);
     }
     const dim3 heads(a.n_head_kv, n_row);
-    if (is_small) {
-        SPARQ_LAUNCH(select_small, heads, dim3(N_THREAD), ctx.stream(), a);
-        return;
-    }
     // as many blocks as threads have room for at once: each guesses the cut first
     const int64_t n_x = std::min(a.n_list, std::max<int64_t>(1, 8*n_sm(ctx)/n_heads));
     SPARQ_LAUNCH(list_keys, dim3(n_x, a.n_head_kv, n_row), dim3(N_THREAD), ctx.stream(), a);
@@ -386,11 +378,13 @@ bool launch_layer(ggml_backend_cuda_context & ctx, layer_args a) {
 
 template <int N_BIT, int TYPE>
 bool launch_layer(ggml_backend_cuda_context & ctx, const layer_args & a) {
-    return a.score.n_group_q == 1 ? launch_layer<N_BIT, 1, TYPE>(ctx, a) : launch_layer<N_BIT, 4, TYPE>(ctx, a);
+    constexpr int MANY = SPARQ_HEADS_8 && N_BIT == 4 ? 8 : 4;
+    const int n = a.score.n_group_q;
+    return n == 1 ? launch_layer<N_BIT, 1, TYPE>(ctx, a) : n <= 4 ? launch_layer<N_BIT, 4, TYPE>(ctx, a) : launch_layer<N_BIT, MANY, TYPE>(ctx, a);
 }
 
 // SCORE_SELECT and the ATTEND that reads it; false: nothing was done
-bool run_layer(ggml_backend_cuda_context & ctx, const ggml_tensor * score_select, const ggml_tensor * attend) {
+bool run_layer(ggml_backend_cuda_context & ctx, const ggml_tensor * score_select, const ggml_tensor * attend, bool is_early) {
     const auto src = ggml_sparse_src_of(score_select), other = ggml_sparse_src_of(attend);
     const auto p   = ggml_sparse_params_of<ggml_sparse_score_select_params>(score_select);
     const int  cc  = ggml_cuda_info().devices[ctx.device].cc;
@@ -402,6 +396,7 @@ bool run_layer(ggml_backend_cuda_context & ctx, const ggml_tensor * score_select
     a.n_local_max = p.select.n_local_max;
     a.topk_max    = p.select.topk_max;
     const int d = std::max(a.attend.d_k, a.attend.d_v);
+    a.is_early    = is_early;
     a.n_lane      = d <= 64 ? 8 : d <= 128 ? 16 : 32;
     const bool fits = cc >= 900 && cc < 0x10000 && src.k_t && src.q == other.q && src.k == other.k && src.mask == other.mask &&
             (!a.attend.mean_v || (src.sealed == other.sealed && p.select.rest)) && !is_top_p(p.select) && a.n_forced <= a.topk_max &&
@@ -448,6 +443,15 @@ void ggml_cuda_op_sparse_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst
     }
 }
 
+// May node i read what VISIBLE wrote before it waits? Where a kernel of ours lies between them: it has waited for VISIBLE before others began. Kernels
+// of llama.cpp let others begin first
+static bool is_early(const ggml_cgraph * graph, int i) {
+    const ggml_op op = graph->nodes[i]->op;
+    for (--i; i >= 0 && graph->nodes[i]->op != op; --i) {
+    }
+    return SPARQ_EARLY == 2 || (SPARQ_EARLY == 1 && i >= 0 && graph->nodes[i]->op_params[0] != GGML_SPARSE_ATTN_VISIBLE);
+}
+
 int ggml_cuda_fuse_sparse_attn(ggml_backend_cuda_context & ctx, const ggml_cgraph * graph, int i) {
     const auto is_step = [&](int j, ggml_sparse_attn_op op) {
         return j < graph->n_nodes && graph->nodes[j]->op == graph->nodes[i]->op && graph->nodes[j]->op_params[0] == op;
@@ -464,7 +468,7 @@ int ggml_cuda_fuse_sparse_attn(ggml_backend_cuda_context & ctx, const ggml_cgrap
             return 0;
         }
     }
-    return run_layer(ctx, graph->nodes[i], res) ? 1 : 0;
+    return run_layer(ctx, graph->nodes[i], res, is_early(graph, i)) ? 1 : 0;
 }
 
 bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {

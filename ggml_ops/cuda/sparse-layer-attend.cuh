@@ -10,12 +10,6 @@ namespace sparse_cuda {
 template <int TYPE> struct raw_span {
     float x[8];
     __device__ __forceinline__ void load(int type, const char * row, int c, int d) { load8(x, type, row, c, d); }
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            x[i] = 0.0f;
-        }
-    }
     __device__ __forceinline__ void unpack(float (&y)[8]) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -26,7 +20,6 @@ template <int TYPE> struct raw_span {
 template <> struct raw_span<GGML_TYPE_F16> { // rows begin at multiples of 16 bytes, and have a multiple of 8 elements
     uint4 x;
     __device__ __forceinline__ void load(int, const char * row, int c, int) { x = *(const uint4 *) (row + c*2); }
-    __device__ __forceinline__ void clear() { x = make_uint4(0, 0, 0, 0); }
     __device__ __forceinline__ void unpack(float (&y)[8]) const { unpack_f16(y, x); }
 };
 
@@ -230,8 +223,8 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::read_rows(row_stat
         }
 #pragma unroll
         for (int r = 0; r < AT_A_TIME; ++r) {
-            k[r].clear();
-            v[r].clear();
+            k[r] = {};
+            v[r] = {};
             if (t[r] >= 0 && has_k) {
                 k[r].load(ta.k.type, k_base + t[r]*ta.k.nb2, col, ta.d_k);
             }
@@ -340,9 +333,6 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend() {
         }
         __syncthreads(); // what lies where the parts go was read
         write_states(st, h0, n_head);
-        if (h0 + GB < n_group_q) {
-            __syncthreads(); // the parts were read
-        }
     }
 }
 

@@ -7,6 +7,17 @@
 #include "sparse-score.cuh"
 #include "sparse-select-args.cuh"
 
+// Experiments, each a -D of its own, and off until a device has timed it. tests/cuda/test_races.py holds them to the same results
+#ifndef SPARQ_EARLY
+#define SPARQ_EARLY 0   // 1: what there is to see is read before the kernel in front is through, but in the first layer; 2: always
+#endif
+#ifndef SPARQ_HEADS_8
+#define SPARQ_HEADS_8 0 // 1: with more than four query heads per KV head, codes and rows are read once for eight
+#endif
+#ifndef SPARQ_SINGLE
+#define SPARQ_SINGLE 0  // 1: a cluster of one block has the barriers of a block
+#endif
+
 namespace sparse_cuda {
 
 constexpr int LAYER_BINS   = 2048;  // of the histogram; the last one has the forced cells
@@ -30,6 +41,7 @@ struct layer_args {
     float   * mean;   // [row][n_head_kv][n_block][d_v]
     int64_t ld;       // of logits and keys: whole runs
     int     n_block, n_forced, n_local_max, topk_max, n_lane; // n_lane: that share a row in ATTEND, 8, 16 or 32
+    bool    is_early; // see SPARQ_EARLY
 };
 
 template <int N_BIT, int GB>
@@ -167,6 +179,11 @@ struct layer_block {
         kl(sa.kl.at<const int32_t>(i_tok, 0, s)), mask(sa.mask.at<const uint16_t>(i_tok, 0, s)),
         logits(sa.logits + head0*a.ld), keys(GB > 1 ? a.key + u*a.ld : logits), n_item(0),
         n_chunk((run1 - run0)*(RUN/LAYER_CHUNK)), n_sel(0), n_above(0) {}
+
+    // the barrier of the cluster, in two halves
+    __device__ __forceinline__ bool is_single() const { return SPARQ_SINGLE && n_block == 1; }
+    __device__ __forceinline__ void arrive() const { is_single() ? (void) 0 : cluster_arrive(); }
+    __device__ __forceinline__ void wait()   const { is_single() ? __syncthreads() : cluster_wait(); }
 
     __device__ __forceinline__ int row_at(const int * list, int i, int row0, int n_per) const { return list[i/n_per]*GROUP + row0 + i % n_per; }
     __device__ __forceinline__ int total(int j) const { return warp_sum(lane < N_WARP ? m.total[j][lane] : 0); }

@@ -226,8 +226,8 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_cut() {
         if (!is_open && (m.n_cand <= LAYER_CAND || round == 3)) {
             break;
         }
-        cluster_arrive();
-        cluster_wait(); // the histograms were read
+        arrive();
+        wait(); // the histograms were read
         if (is_open) {
             bin.complete(m.least, m.top[0]);
             is_complete = true;
@@ -240,8 +240,8 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_cut() {
         __syncthreads();
         count_keys();
         sum_bins();
-        cluster_arrive();
-        cluster_wait();
+        arrive();
+        wait();
     }
 }
 
@@ -357,8 +357,8 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::select() {
     __syncthreads();
     write_list(at_sel);
     n_above = has_ties ? n_sel : n_sel - m.n_need;
-    cluster_arrive();
-    cluster_wait(); // C
+    arrive();
+    wait(); // C
     choose(has_ties ? 0 : m.n_cand);
 }
 

@@ -13,8 +13,7 @@
 //             spread.
 //
 // The selection is what SELECT defines, to the last cell: the histogram only tells where the cut is, and the cells of that bin are ranked exactly.
-// Where they are too many, the bin gets a histogram of its own; ties that no histogram parts are cut by halving. Everything is added up in an order
-// that depends on the shapes and the device.
+// Where they are too many, the bin gets a histogram of its own; ties that no histogram parts are cut by halving. Sums depend on shapes and the device.
 
 #include "sparse-layer-attend.cuh"
 #include "sparse-layer-score.cuh"
@@ -42,26 +41,32 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::count() {
 
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
+    const bool is_early = SPARQ_EARLY > 0 && a.is_early;
     clear();
-    begin_kernel();
+    if (!is_early) {
+        begin_kernel();
+    }
     see();
+    if (GB == 1 && !every) {
+        mark_forced();
+    }
+    if (is_early) {
+        begin_kernel();
+    }
     if (!every) {
-        if (GB == 1) {
-            mark_forced();
-        }
         score();
         if (GB == 1) {
             sum_bins();
         }
     }
-    cluster_arrive(); // A; with one query head per KV head it is B, too
+    arrive(); // A; with one query head per KV head it is B, too
     if (GB > 1 && !every) {
         mark_forced();
     }
     if (mean_v) {
         sum_v();
     }
-    cluster_wait();
+    wait();
     if (!every) {
         join_softmax();
         if (GB > 1) {
@@ -71,14 +76,14 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
             bin.base  = max((__float_as_int(__fdividef(1.02f*n_group_q, (float) max(min(kl[0], a.topk_max), 1))) >> 17) - (LAYER_BINS - 3), 0) << 17;
             count_keys();
             sum_bins();
-            cluster_arrive();
-            cluster_wait(); // B
+            arrive();
+            wait(); // B
         }
         select();
     }
     attend();
-    cluster_arrive();
-    cluster_wait(); // D
+    arrive();
+    wait(); // D
     finish();
     if (ta.stats && rank == 0 && warp == 0) {
         count();
@@ -86,7 +91,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
 }
 
 // blocks that a multiprocessor shall hold at least: what leaves enough registers
-constexpr int layer_blocks(int n_bit, int gb) { return n_bit == 4 && gb == 1 ? 3 : 2; }
+constexpr int layer_blocks(int n_bit, int gb) { return n_bit == 4 && gb == 1 ? 3 : gb > 4 ? 1 : 2; }
 
 template <int N_BIT, int GB, int TYPE>
 static __global__ void __launch_bounds__(N_THREAD, layer_blocks(N_BIT, GB)) layer(const layer_args a) {

@@ -94,21 +94,31 @@ __device__ inline void seal_codes(const seal_args & a, int64_t h, int64_t s, int
     }
 }
 
-// the sum of V over a group
-__device__ inline void sum_v(const seal_args & a, int64_t h, int64_t s, int64_t g) {
-    for (int c = threadIdx.x*8; c < a.d_v; c += N_THREAD*8) {
+// the sum of V over a group: of some rows each, then together
+__device__ inline void sum_v(const seal_args & a, int64_t h, int64_t s, int64_t g, float (*part)[D_MAX]) {
+    const int n_col = (a.d_v + 7)/8, n_part = min(N_THREAD/n_col, SEAL_ROWS), c = threadIdx.x % n_col*8, r = threadIdx.x/n_col;
+    if (r < n_part) {
         float sum[8] = {};
-        for (int t = 0; t < GROUP; ++t) {
+        for (int t = r; t < GROUP; t += n_part) {
             float x[8];
             load_span<ANY>(x, a.v.type, a.v.at(h, g*GROUP + t, s), c, a.d_v);
             for (int l = 0; l < 8; ++l) {
                 sum[l] += x[l];
             }
         }
-        for (int l = 0; l < 8 && c + l < a.d_v; ++l) {
-            a.v_sum.at<float>(ggml_sparse_sum_row(g), s)[h*a.d_v + c + l] = sum[l];
+        for (int l = 0; l < 8; ++l) {
+            part[r][c + l] = sum[l];
         }
     }
+    __syncthreads();
+    if ((int) threadIdx.x < a.d_v) {
+        float sum = 0.0f;
+        for (int j = 0; j < n_part; ++j) {
+            sum += part[j][threadIdx.x];
+        }
+        a.v_sum.at<float>(ggml_sparse_sum_row(g), s)[h*a.d_v + threadIdx.x] = sum;
+    }
+    __syncthreads();
 }
 
 // one block per (entry of the list, KV head, stream). The first entry of a sum block does all of the list that lie in it, so that sums are summed once,
@@ -158,9 +168,10 @@ static __global__ void __launch_bounds__(N_THREAD, 2) seal(const seal_args a) {
         } else {
             seal_f16(a, h, s, (g0 + j)*GROUP, rows);
         }
-        sum_v(a, h, s, g0 + j);
+        if (a.d_v > 0) {
+            sum_v(a, h, s, g0 + j, rows);
+        }
     }
-    __syncthreads();
     for (int c = threadIdx.x; c < a.d_v; c += N_THREAD) {
         float sum = 0.0f;
         for (int j = 0; j < SUM; ++j) {

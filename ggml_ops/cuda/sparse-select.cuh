@@ -2,15 +2,14 @@
 
 // Step 2: the top k positions, and the mass of the others, of each head: one KV head of one token. A row is a token of a stream, stream*n_tok + token.
 //
-// A short head is one block's, whose threads hold all its keys (select_small). A long one is listed first, by many blocks: each guesses the cut from
-// the same sample and lists those of its cells that reach it (list_keys); then a block finds the cut among what was listed (select). The result does
-// not depend on the guess: where it was too high, the block reads all keys.
+// A head is listed first, by many blocks: each guesses the cut from the same sample and lists those of its cells that reach it (list_keys); then a block
+// finds the cut among what was listed (select). The result does not depend on the guess: where it was too high, the block reads all keys.
 
 #include "sparse-select-top-p.cuh"
 
 namespace sparse_cuda {
 
-constexpr int N_SMALL   = 4096; // positions of a short head
+constexpr int N_SMALL   = 4096; // positions of a head that is listed whole
 constexpr int LIST_KEYS = 2048; // positions that a block of list_keys() looks at
 constexpr int LIST_MAX  = 1024; // lists of a head at most
 constexpr int N_SAMPLE  = 1024; // positions of a head that the cut is guessed from
@@ -57,13 +56,12 @@ __device__ __forceinline__ void softmax_heads(const select_args & a, int64_t hea
 }
 
 // marks [n/32]: which of the cells t0 .. t0 + n - 1 are forced, visible or not. By all threads; ends at a barrier
-template <int NT>
 __device__ __forceinline__ void mark_cells(const select_args & a, const int32_t * forced, int n_local, unsigned * marks, int64_t t0, int n) {
-    for (int j = threadIdx.x; j < n/32; j += NT) {
+    for (int j = threadIdx.x; j < n/32; j += N_THREAD) {
         marks[j] = 0;
     }
     __syncthreads();
-    for (int j = threadIdx.x; j < a.n_forced; j += NT) {
+    for (int j = threadIdx.x; j < a.n_forced; j += N_THREAD) {
         const int64_t t = is_forced_entry(a, j, n_local) ? forced[j] - t0 : -1;
         if (t >= 0 && t < n) {
             atomicOr(&marks[t/32], 1u << t % 32);
@@ -146,7 +144,7 @@ static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a
             t[j] = b*LIST_KEYS + w*(N*32) + j*32 + lane;
         }
         load_keys(key, a, logits, top, inv, t);
-        mark_cells<N_THREAD>(a, at.forced, kl[1], marks, (int64_t) b*LIST_KEYS, LIST_KEYS);
+        mark_cells(a, at.forced, kl[1], marks, (int64_t) b*LIST_KEYS, LIST_KEYS);
 
         int o[N], mine = 0, n_in = 0;
 #pragma unroll
@@ -287,61 +285,6 @@ __device__ __forceinline__ void finish_select(const select_args & a, int64_t u, 
     }
     __syncthreads();
     write_rest<NT>(a, u, cells, n_sel, (float *) res + 1, sum_f);
-}
-
-// one block per short head
-static __global__ void __launch_bounds__(N_THREAD, 4) select_small(const select_args a) {
-    begin_kernel();
-    constexpr int N_HELD = N_SMALL/N_THREAD; // keys of a thread
-    __shared__ float    top[G_MAX], inv[G_MAX];
-    __shared__ unsigned marks[N_SMALL/32];
-    __shared__ int      part[2][N_WARP];
-    __shared__ int2     n_warp[N_WARP];
-
-    const head_place at(a, blockIdx.x, blockIdx.y);
-    const int64_t u = at.u;
-    const int32_t * kl = at.kl;
-    int32_t * res = at.res;
-    if (kl[0] < 0) {
-        select_every<N_THREAD>(a, res);
-        return;
-    }
-    const int w = threadIdx.x/32, lane = threadIdx.x % 32, per = ((int) a.n_kv + N_THREAD - 1)/N_THREAD;
-    softmax_heads(a, u*a.n_group_q, top, inv);
-    int   t[N_HELD];
-    float key[N_HELD];
-#pragma unroll
-    for (int j = 0; j < N_HELD; ++j) {
-        t[j] = j < per ? (w*per + j)*32 + lane : N_SMALL;
-    }
-    load_keys(key, a, a.logits + u*a.n_group_q*a.n_kv, top, inv, t);
-    mark_cells<N_THREAD>(a, at.forced, kl[1], marks, 0, N_SMALL);
-
-    int x[N_HELD], n = 0; // how many are visible, and how many of them forced << 16
-#pragma unroll
-    for (int j = 0; j < N_HELD; ++j) {
-        if (a.n_group_q > 1 && t[j] < a.n_kv) {
-            a.key[u*a.n_kv + t[j]] = key[j];
-        }
-        x[j] = order_of(key[j]);
-        if (x[j] != ORDER_HIDDEN) {
-            const bool is_forced = marks[t[j]/32] >> lane & 1;
-            x[j] = is_forced ? ORDER_FORCED : x[j];
-            n   += 1 + (is_forced ? 1 << 16 : 0);
-        }
-    }
-    counter<N_THREAD> block = { part };
-    n = block.sum(n);
-    const int n_in = n >> 16, want = min(kl[0], a.topk_max);
-    int32_t * cells = res + 1 + a.n_group_q;
-    int n_sel;
-    if (n_in <= a.topk_max) {
-        n_sel = select_held<N_THREAD>(block, x, [&](int j) { return (w*per + j)*32 + lane; }, per, n & 0xFFFF, max(want, n_in), n_in, cells, n_warp);
-    } else { // the keys of all threads are in memory since the barrier
-        const int n_mark = mark_forced(block, a, at);
-        n_sel = select_all(block, a, at, max(want, n_mark), n_mark, cells, n_warp);
-    }
-    finish_select<N_THREAD>(a, u, res, n_sel);
 }
 
 // where each list begins among all that is listed -> first, and how many forced cells this thread has seen -> n_in; returns how many are listed

@@ -24,9 +24,10 @@ def ggml(native_lib_dir: Path, ggml_headers: Path, made_once) -> CudaGgml:
     return CudaGgml(native_lib_dir, made / cuda_lib.NAME)
 
 
-N_QUICK = 4  # of the parameters of a test
+N_QUICK = 3  # of the parameters of a test
 # tests without small parameters
 LARGE = ("test_score_select_is_select_of_score", "test_select_ties")
+LARGE += ("test_select_heads_shared_by_threads",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,10 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "test_kernels.py" in item.nodeid:
             tests.setdefault(item.originalname, []).append(item)
-    for name, group in tests.items():
+    for group in tests.values():
         small = [i for i in group if _is_small(i) and i.get_closest_marker("slow") is None]
-        n_quick = 0 if name in LARGE else N_QUICK
-        quick = small[:: -(-len(small) // n_quick)] if small and n_quick else []
+        quick = small[:: -(-len(small) // N_QUICK)] if small else []
         for item in group:
             if item not in quick:
                 item.add_marker(pytest.mark.slow)
@@ -49,4 +49,4 @@ def _is_small(item: pytest.Function) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     case = params.get("case")
     n = max(params.get("n", 0), params.get("n_kv", 0))
-    return n < 5000 and (case is None or case.size < 400_000)
+    return item.originalname not in LARGE and n < 5000 and (case is None or case.size < 400_000)

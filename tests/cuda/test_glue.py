@@ -22,7 +22,6 @@ CASE = Case(n_kv=1500, heads=(7, 1), d=64, mask="part", extra="mean_v+sinks", st
     [
         CASE,
         replace(CASE, heads=(4, 4), type_k="q4_0", extra="plain"),
-        replace(CASE, d=128, heads=(2, 2), batch=(2, 1), extra="sinks"),
     ],
     ids=str,
 )

@@ -10,20 +10,21 @@ from pathlib import Path
 import cuda_lib
 import numpy as np
 import pytest
+import test_layer
 from cuda_lib import CudaGgml
 from graphs import sparse_run
-from test_layer import CUTS, with_logits
+from test_layer import CUTS, HEADS, N_SM, with_logits
 
 SELECT, ATTEND = "sparse-layer-select.cuh", "sparse-layer-attend.cuh"
-READ = "        cluster_arrive();\n        cluster_wait(); // the histograms were read\n"
-LISTED = "    cluster_arrive();\n    cluster_wait(); // C\n"
+READ = "        arrive();\n        wait(); // the histograms were read\n"
+LISTED = "    arrive();\n    wait(); // C\n"
 
 
 @pytest.mark.slow  # each is compiled
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("sparse-layer.cuh", "    begin_kernel();", "", "begin_kernel"),
+        ("sparse-layer.cuh", "if (!is_early)", "if (is_early)", "begin_kernel"),
         (ATTEND, "__ldcg(&st[d_v])", "st[d_v]", "L1 cache"),
         (SELECT, READ, "", "a race"),
         (SELECT, LISTED, "", "cuda_emu"),  # reads what is no list yet
@@ -52,3 +53,14 @@ def test_an_edit_that_makes_a_race_is_found(
     child.join()
     assert child.exitcode == -signal.SIGABRT
     assert message in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_experiments_give_the_same(native_lib_dir, ggml_headers, tmp_path) -> None:
+    """What is off until a device has timed it (sparse-layer-block.cuh)."""
+    switches = ("-DSPARQ_EARLY=2", "-DSPARQ_HEADS_8=1", "-DSPARQ_SINGLE=1")
+    cuda_lib.build_host(ggml_headers, tmp_path, cuda_lib.OPS / "cuda", *switches)
+    ggml = CudaGgml(native_lib_dir, tmp_path / cuda_lib.NAME)
+    for heads in HEADS:
+        for n_sm in N_SM:
+            test_layer.test_as_separate_launches(heads, n_sm, ggml)

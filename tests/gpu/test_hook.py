@@ -88,7 +88,7 @@ def test_compute_sanitizer(tool: str, cuda_lib_dir: Path) -> None:
     if program is None:
         pytest.skip("no compute-sanitizer")
     argv = [program, "--tool", tool, "--error-exitcode", "99", sys.executable, "-m", "pytest", "-q"]
-    argv += ["-p", "no:cacheprovider", "tests/ops/test_attn.py", "-k", "half_way or extras"]
+    argv += ["-p", "no:cacheprovider", "tests/ops", "-k", "half_way or (mixed_batch and sparq)"]
     env = {**os.environ, "SPARQ_TEST_DEVICE": "cuda", "SPARQ_TEST_LIB_DIR": str(cuda_lib_dir)}
     done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     if "Device not supported" in done.stdout:

@@ -93,6 +93,10 @@ class Ggml:
     def buffer(self, size: int, fill: int) -> Buffer:
         return Buffer(self.memory(Buffer.bytes_for(size)), size, fill)
 
+    def threads(self, *numbers: int) -> tuple[int, ...]:
+        """The numbers of threads to compare, of these."""
+        return numbers
+
     def compute(self, graph: c_void_p, nodes: list, n_threads: int) -> None:
         plan = self.cpu.ggml_graph_plan(graph, self.n_planned or n_threads, None)
         spare = SPARE if self.n_planned else 0

@@ -100,7 +100,7 @@ def test_attn_threads_are_bit_identical(case: Case, ggml: Ggml) -> None:
     data = cases.make(case)
     for run in (sparse_run, dense_run, lambda *a, **kw: sparse_run(*a, exact=True, **kw)):
         one = run(ggml, data, n_threads=1)
-        for n_threads in (2, 3, 5):
+        for n_threads in ggml.threads(1, 2, 3, 5)[1:]:
             assert np.array_equal(one, run(ggml, data, n_threads=n_threads)), f"{n_threads} threads"
 
 
@@ -146,42 +146,6 @@ def test_attn_sinks_mean_v(ggml: Ggml) -> None:
         assert np.abs(y - want[:, None]).max() <= 32 * EPS32 * 2
         shares.append((*alpha, *valued))
     assert (np.min(shares, axis=0) < 0.995).all(), "nothing was left out, or no sink has mass"
-
-
-@pytest.mark.parametrize("type_k", ["f16", "bf16", "f32"])
-def test_score_sealed_equals_unsealed(type_k: str, ggml: Ggml) -> None:
-    """The same keys, from k_t or from K, give the same logits (keys that f16 holds exactly)."""
-    case = Case(n_kv=4097, heads=(8, 2), d=128, rank="16", type_k=type_k, mask="part", batch=(2, 1))
-    logits = {}
-    for sealed in ("none", "all", "mixed"):
-        other = cases.make(replace(case, sealed=sealed))
-        other.k[:] = np.round(other.k * 8) / 8  # few bits: every type holds them
-        k = other.k.reshape(1, case.n_kv, -1).transpose(0, 2, 1)
-        other.k_t[..., : case.n_kv] = np.where(
-            np.repeat(other.sealed, GROUP, axis=1)[:, None, : case.n_kv] != 0, k, np.nan
-        )
-        with ggml.graph() as g:
-            out = graphs.score(Sources(other, g))
-            g.compute(out)
-            logits[sealed] = g.read(out)
-    seen = ~np.isneginf(logits["none"])
-    for sealed in ("all", "mixed"):
-        assert np.array_equal(np.isneginf(logits[sealed]), ~seen)
-        assert np.abs(logits[sealed][seen] - logits["none"][seen]).max() <= 64 * EPS32
-
-
-def test_score_uses_model_scale(ggml: Ggml) -> None:
-    """tau follows the model's own scale (Gemma's is not 1/sqrt(d)): logits are linear in it."""
-    data = cases.make(Case(n_kv=200, mask="open"))
-    out = []
-    for scale in (1.0, 0.25):
-        with ggml.graph() as g:
-            s = Sources(data, g)
-            params = graphs.ScoreParams(16, scale, 0.0, 0.0, 16)
-            node = s.node("score", params)
-            g.compute(node)
-            out.append(g.read(node))
-    assert np.array_equal(out[0] * np.float32(0.25), out[1])
 
 
 def run_attend(ggml: Ggml, data: cases.Data, cells: np.ndarray, rest: float) -> np.ndarray:
@@ -273,18 +237,3 @@ def test_attend_mean_reads_sums_from_the_token_on_that_a_group_says(ggml: Ggml) 
     data.v_sum[:, cases.sum_row(1)] = np.nan
     mean = run_attend(ggml, data, np.array([3]), MOST)
     assert np.isfinite(mean[:, :2]).all() and np.isnan(mean[:, 2]).all()
-
-
-@pytest.mark.parametrize("extra", ["softcap", "sinks"])
-@pytest.mark.parametrize("mask", ["open", "alibi"])
-def test_attn_extras_matter(extra: str, mask: str, ggml: Ggml) -> None:
-    """Soft-cap, learned sinks and ALiBi are not ignored: the result moves with each of them."""
-    case = Case(n_kv=501, mask="open", topk="64")
-    plain = sparse_run(ggml, cases.make(case))
-    assert not np.allclose(
-        sparse_run(ggml, cases.make(replace(case, extra=extra))), plain, atol=1e-3
-    )
-    if mask == "alibi":
-        assert not np.allclose(
-            sparse_run(ggml, cases.make(replace(case, mask=mask))), plain, atol=1e-3
-        )

@@ -49,7 +49,7 @@ def test_mixed_batch(case: Case, exact: bool, ggml: Ggml) -> None:
     for parity in (0, 1):
         both, every = mixed(data, parity)
         want = np.where(every[..., None, None], dense, sparse)
-        for n_threads in (1, 2, 3, 16):
+        for n_threads in ggml.threads(1, 2, 3, 16):
             got = sparse_run(ggml, both, n_threads, exact)
             assert np.array_equal(got[~every], want[~every]), n_threads
             assert np.abs(got - want).max() <= limit, n_threads
@@ -68,7 +68,7 @@ def test_tokens_of_prompts_among_replies(case: Case, exact: bool, ggml: Ggml) ->
         mask, kl, forced = data.mask.copy(), data.kl.copy(), data.forced.copy()
         mask[:, 0][gone], kl[:, 0][gone], forced[:, 0][gone] = -np.inf, 0, -1
         both = replace(data, mask=mask, kl=kl, forced=forced)
-        for n_threads in (1, 3):
+        for n_threads in ggml.threads(1, 3):
             got = sparse_run(ggml, both, n_threads, exact)
             assert (got[gone] == 0).all()
             assert np.array_equal(got[~gone], want[~gone]), n_threads
@@ -92,7 +92,7 @@ def test_each_token_has_its_own_rank(case: Case, ggml: Ggml) -> None:
             g.compute(node, n_threads=n_threads)
             return g.read(node).copy(), s.stats_read()["bytes_score"]
 
-    for n_threads in (1, 2, 3, 16):
+    for n_threads in ggml.threads(1, 2, 3, 16):
         got, _ = run(wide, case.d, 2)
         for rank in np.unique(ranks):
             want, _ = run(data, int(rank), 0)

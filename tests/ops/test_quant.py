@@ -187,7 +187,7 @@ def test_scan_equals_the_values_of_the_codes(
         mask[..., n_kv // 2 // GROUP * GROUP :][..., :GROUP] = -np.inf
     shadow, sealed = shadow_of(ggml, n_bit, k, share)
     given = shadow, q, k, sealed, mask
-    runs = [score(ggml, *given, rank=rank, n_threads=n_threads) for n_threads in (1, 2, 3)]
+    runs = [score(ggml, *given, rank=rank, n_threads=t) for t in ggml.threads(1, 2, 3)]
     runs.append(score(ggml, *given, rank=rank, order=()))
     assert all(np.array_equal(runs[0], r) for r in runs), "by threads, or by the order of ranges"
 
@@ -367,7 +367,7 @@ def test_score_select_is_select_of_score(ggml, n_bit, heads, rest) -> None:
     row = np.r_[topk, 16, np.arange(20) * 7]
     wanted = np.broadcast_to(row, (1, 1, 3, len(row)))
     rows = []
-    for n_threads in (1, 2, 3, 4, 16):
+    for n_threads in ggml.threads(1, 2, 3, 4, 16):
         with ggml.graph() as g:
             stats = g.tensor(np.zeros(len(STATS)), "i64", inplace=True)
             given = given_of(shadow, q, k, sealed, mask) | {"wanted": wanted}

@@ -191,7 +191,7 @@ def test_seal_writes_listed_groups_only(
     before_sum = rng.standard_normal((n_stream, n_sum, n_head_kv * d_v)).astype(np.float32)
     pad = (0, 64, 2, 0) if strided else ()
     results = []
-    for n_threads in (1, 3):
+    for n_threads in ggml.threads(1, 3):
         with ggml.graph() as g:
             k_t = g.tensor(before_t, "f16", (0, 0, 32) if strided else (), inplace=True)
             v_sum = g.tensor(before_sum, "f32", (0, 0, 8) if strided else (), inplace=True)
@@ -347,7 +347,7 @@ def test_select_one_head_equals_sort(kind, n, ggml) -> None:
     logits = logits_of_kind(kind, n, 1, rng)
     for k in sorted({1, min(n, 7), max(1, n // 8), max(1, n - 1), n, n + 5}):
         want = oracle.select(logits[0, 0], k, [], k)
-        for n_threads in (1, 3, 5):  # by one thread; its tiles by several; all of it by many
+        for n_threads in ggml.threads(1, 3, 5):  # by one; its tiles by several; all of it by many
             got = run_select(ggml, logits, k, n_threads=n_threads).cells[0, 0, 0]
             assert np.array_equal(got, want), f"k={k}, {n_threads} threads"
 
@@ -364,7 +364,7 @@ def test_select_heads_shared_by_threads(kind, n_head, n_head_kv, ggml) -> None:
         given = (k, forced, 100, 60, n_head_kv, k, True)
         runs = [
             run_select(ggml, logits, *given, n_threads=t, top_p=top_p).raw
-            for t in (1, 2, 3, 5, 8, 13)
+            for t in ggml.threads(1, 2, 3, 5, 8, 13)
         ]
         assert all(np.array_equal(run, runs[0]) for run in runs)
 
@@ -391,7 +391,7 @@ def test_select_of_what_is_not_finite(g: int, rest: bool, ggml) -> None:
     else:
         want = np.delete(want, g // 2, axis=2)  # a head with a NaN has no softmax
     for k in (1, 40, 5000, n):
-        runs = [run_select(ggml, logits, k, rest=rest, n_threads=t) for t in (1, 3)]
+        runs = [run_select(ggml, logits, k, rest=rest, n_threads=t) for t in ggml.threads(1, 3)]
         assert np.array_equal(runs[0].raw, runs[1].raw)
         check_selection(runs[0].cells[0, 0, 0], want[0, 0], k, [])
         check_selection(runs[0].cells[0, 0, 0], logits[0, 0], k, [])
@@ -427,8 +427,8 @@ def test_select_of_what_is_not_finite_in_a_group(kind: str, top_p: float, ggml) 
     can = oracle.selectable(logits[0, 0])
     forced = [c for c in (600, 17, 699) if can[c]]
     for k in (8, 700):
-        given = (k, [600, 40, 17, 699], 0, 0, 1, 700, True)
-        runs = [run_select(ggml, logits, *given, n_threads=t, top_p=top_p) for t in (1, 3)]
+        given, more = (k, [600, 40, 17, 699], 0, 0, 1, 700, True), {"top_p": top_p}
+        runs = [run_select(ggml, logits, *given, n_threads=t, **more) for t in ggml.threads(1, 3)]
         assert np.array_equal(runs[0].raw, runs[1].raw)
         cells = runs[0].cells[0, 0, 0]
         check_selection(cells, logits[0, 0], k, forced + [40] * bool(can[40]), top_p)
@@ -547,7 +547,7 @@ def test_select_top_p(kind, n, g, ggml) -> None:
                 run_select(
                     ggml, logits, k, [*forced, -1], topk_max=n, rest=True, top_p=p, n_threads=t
                 )
-                for t in (1, 3)
+                for t in ggml.threads(1, 3)
             ]
             assert np.array_equal(runs[0].raw, runs[1].raw)
             cells = runs[0].cells[0, 0, 0]

@@ -75,8 +75,9 @@ struct machine {
     const void * functor = nullptr; // the arguments of the kernel
     size_t   n_functor = 0;
     std::vector<std::pair<const void *, size_t>> memory; // all that a kernel may read or write but for shared memory, and its bytes
+    std::vector<std::pair<const void *, size_t>> early;  // of it, what may be read before begin_kernel()
     bool     runs = false;          // a fiber, not the host
-    unsigned n_launch = 0, n_cluster_run = 0;
+    unsigned n_cluster_run = 0, n_cluster_before = 0; // since the beginning; before this launch
 };
 
 inline machine * const the_machine = new machine;
@@ -173,7 +174,7 @@ void launch(dim3 grid, dim3 block, const F & kernel, int n_cluster = 1, size_t n
     x.functor   = &kernel;
     x.n_functor = sizeof(kernel);
     x.n_cluster = n_cluster;
-    ++x.n_launch;
+    x.n_cluster_before = x.n_cluster_run;
     const uint64_t n_x = grid.x/n_cluster, n = n_x*grid.y*grid.z;
     for (uint64_t j = 0; j < n; ++j) {
         const uint64_t i = x.backwards ? n - 1 - j : j;
