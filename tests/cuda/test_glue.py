@@ -19,10 +19,7 @@ CASE = Case(n_kv=1500, heads=(7, 1), d=64, mask="part", extra="mean_v+sinks", st
 @pytest.mark.parametrize("n_sm", [1, 200])
 @pytest.mark.parametrize(
     "case",
-    [
-        CASE,
-        replace(CASE, heads=(4, 4), type_k="q4_0", extra="plain"),
-    ],
+    [CASE, replace(CASE, heads=(4, 4), type_k="q4_0", extra="plain")],
     ids=str,
 )
 def test_any_number_of_multiprocessors(case: Case, n_sm: int, ggml) -> None:

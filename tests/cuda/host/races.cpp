@@ -100,8 +100,8 @@ void touch(const void * p, size_t n, bool writes, by kind) {
 extern "C" {
 #define SPARQ_ACCESS(name, n, writes) void __tsan_##name##n(void * p) { emu::touch(p, n, writes); }
 #define SPARQ_TOUCH(n) SPARQ_ACCESS(read, n, false) SPARQ_ACCESS(write, n, true) SPARQ_ACCESS(unaligned_read, n, false) SPARQ_ACCESS(unaligned_write, n, true)
-SPARQ_TOUCH(1)
-SPARQ_TOUCH(2) SPARQ_TOUCH(4) SPARQ_TOUCH(8) SPARQ_TOUCH(16) void __tsan_read_range(void * p, long n) { emu::touch(p, n, false); }
+SPARQ_TOUCH(1) SPARQ_TOUCH(2) SPARQ_TOUCH(4) SPARQ_TOUCH(8) SPARQ_TOUCH(16)
+void __tsan_read_range(void * p, long n) { emu::touch(p, n, false); }
 void __tsan_write_range(void * p, long n) { emu::touch(p, n, true); }
 void __tsan_vptr_update(void *, void *) {}
 void __tsan_vptr_read(void *) {}
