@@ -72,7 +72,9 @@ def kernel_name(mangled: str) -> str:
 # shadows of 8 and 16 bits.
 SPILLS = {"layer<4,1,1>": 184, "layer<4,1,-1>": 168, "layer<4,4,1>": 48, "layer<4,4,-1>": 304}
 SPILLS |= {"layer<8,1,": 32, "layer<8,4,": 2336, "layer<16,1,": 128, "layer<16,4,": 1324}
-SPILLS |= {"score<8,1": 24, "score<16,1": 32}  # of Blackwell; 16 of Hopper
+SPILLS |= {"score<8,1": 16, "score<16,1": 16}
+# and what nvcc 13.0 makes of these scans for Blackwell
+MORE = {("sm_100", "score<8,1"): 24, ("sm_120", "score<16,1"): 32}
 
 
 def is_hot(name: str) -> bool:
@@ -103,7 +105,7 @@ def test_hot_kernels_spill_nothing(arch: str, ggml_headers: Path, tmp_path: Path
         assert (r.stack, r.spilled) == (0, 0), f"{name}: {r}"
     for prefix, most in SPILLS.items():
         spills = {name: r.spilled for name, r in kernels.items() if name.startswith(prefix)}
-        assert spills and max(spills.values()) <= most, spills
+        assert spills and max(spills.values()) <= MORE.get((arch, prefix), most), spills
     for name, r in kernels.items():
         n_thread = 1024 if name.startswith("select<1024") else 256
         assert r.registers * n_thread <= N_REGISTER, f"{name}: {r}"
