@@ -158,8 +158,8 @@ def test_kv_in_memory_beside_vulkan(name: str, run) -> None:
     off = run("off", 0, **options | {"reseal": False})
     assert_same(got | {"bits": ""}, want | {"bits": ""})
     near, far = (np.median(np.abs(np.subtract(want["logits"], x["logits"]))) for x in (got, off))
-    limit = 0.2 if name == "q4_0" else 0.1  # there llama.cpp's own attention differs by 0.1
-    assert 0 < near < limit and (far > 4 * near or spec == "dense")
+    limit, factor = (0.2, 4) if name == "q4_0" else (0.1, 5)  # llama.cpp's own differs by 0.1 there
+    assert 0 < near < limit and (far > factor * near or spec == "dense")
 
 
 @pytest.mark.parametrize("name", [name for name in IN_MEMORY if name not in ("lfm2", "gemma3")])
