@@ -21,11 +21,12 @@ std::vector<std::vector<int32_t>> groups_to_seal(llama_kv_cache & kv, size_t n_b
         one += GGML_SPARSE_GROUP*(layer.k->nb[1] + (layer.v ? layer.v->nb[1] : 0));
     }
     const size_t  n_most = std::max<size_t>(n_bytes/std::max<size_t>(one, 1), kv.get_n_stream());
-    std::vector<std::vector<int32_t>> res(kv.get_n_stream());
+    std::vector<std::vector<int32_t>> res; // empty, and nothing is allocated, if there are none: as a rule, before a token
     size_t n_group = 0;
-    for (uint32_t s = 0; s < res.size(); ++s) {
+    for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
         shadow.for_sealable(access::cells(kv, s), s, std::min(end, kv.get_size()), [&](int32_t g) {
             if (n_group < n_most) {
+                res.resize(kv.get_n_stream());
                 res[s].push_back(g);
             }
             return ++n_group < n_most;
@@ -107,7 +108,7 @@ int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
     for (const auto & of_stream : todo) {
         n_group += of_stream.size();
     }
-    if (n_layer == 0 || n_group == 0) { // as a rule, before a token
+    if (n_layer == 0 || n_group == 0) {
         return 0;
     }
     ctx.synchronize();

@@ -74,7 +74,7 @@ void sparq_ref_score(
         for (int64_t c = 0; c < d_k; c++) {
             all += weight(qh[c], spread, c);
         }
-        // 1/tau of eq. 9, for any scale. DEVIATION: written with the model's scale, which is not 1/sqrt(d_k) everywhere (test_score_uses_model_scale)
+        // 1/tau of eq. 9, for any scale. DEVIATION: written with the model's scale, which is not 1/sqrt(d_k) everywhere (test_steps_equal_oracle)
         const bool   counts  = kept > 0 && all <= (double) FLT_MAX;
         const double inv_tau = counts ? scale/sqrt(kept/all) : 0;
 
