@@ -15,7 +15,7 @@ from c_library import compiled
 from llama import Context, Model, bindings, from_child
 
 SPEC = b"sparq,rank=8,topk=64,min_ctx=0"
-N = 200
+N = 256
 
 
 def main(path: Path) -> None:
@@ -42,12 +42,12 @@ def main(path: Path) -> None:
             yield "llama_get_sparse_attn_seq_info", c_int32, (at, seq, None, c_size_t(0))
             yield "llama_sparse_attn_default", c_int32, (SPEC * 10,)
             lib.llama_sparse_attn_default(None)
+            assert ctx.seq_rm(0, N - 1) and ctx.decode([(7, N - 1, 0)]) == 0  # a group waits
             yield "llama_sparse_attn_seal", c_int64, (at,)
             yield "llama_sparse_attn_check", c_int64, (at,)
             yield "llama_sparse_document_bytes", c_int64, (at, n, err, size)
             yield "llama_sparse_document_kind", c_int64, (at, err, size)
-            args = at, *where, c_uint32(0), n, err, size
-            yield "llama_sparse_document_write", c_int64, args
+            yield "llama_sparse_document_write", c_int64, (at, *where, c_uint32(0), n, err, size)
             yield "llama_sparse_document_write_shadow", c_int64, (at, *where, err, size)
             assert ctx.seq_rm(0)
             args = at, *where, n, c_char_p(kind), err, size
