@@ -49,8 +49,7 @@ def test_a_wrong_kernel_is_not_timed(spec: str) -> None:
 
     class Fake:
         def __init__(self, name: str) -> None:
-            self.name = name
-            self.now = "off"
+            self.name, self.now = name, "off"
 
         def attention(self, spec: str) -> None:
             self.now = spec
@@ -160,16 +159,14 @@ def test_attention_command_measures_once(tmp_path: Path) -> None:
     args = ["--attn-only", "--like", "llama3-8b", "-d", "1280", "--layers", "1", "-r", "1", "-t"]
     args += ["1", "-a", "dense", "-a", "sparq,ratio=1/8", "--numa", "isolate"]
     args += ["--out", str(tmp_path)]
-    runner = CliRunner()
-    other = fake_records()[0]
+    runner, other = CliRunner(), fake_records()[0]
     records.append(tmp_path / "attention.jsonl", other)
     first = runner.invoke(command, args, catch_exceptions=False)
     assert first.exit_code == 0
     assert first.stdout.count("| 1280 |") == 4
     file = tmp_path / "attention.jsonl"
     recs = records.load(file)
-    assert recs.pop(other["key"])
-    assert len(recs) == 4
+    assert recs.pop(other["key"]) and len(recs) == 4
     for rec in recs.values():
         assert len(rec["samples_ns"]) == len(rec["base_samples_ns"]) == 5
         assert rec["bandwidth_bytes_per_s"] and rec["case"]["numa"] == "isolate"
