@@ -84,9 +84,9 @@ wheel-cuda: $(STAMP)    ## dist/: what a GPU needs beside the wheel for Linux, w
 	$(RUN)/python -m pip install --quiet --editable '.[wheel-cuda]'
 	$(RUN)/python -m pyorch.native.wheels dist cuda $(ARGS)
 
-wheel-vulkan: $(STAMP)  ## dist/: what other GPUs need beside the wheel for Linux, where glslc and the headers of Vulkan are; half an hour
+wheel-vulkan: $(STAMP)  ## dist/: what other GPUs need beside the wheel, where glslc and the headers of Vulkan are; half an hour. ARGS=windows-x86_64: for Windows
 	$(RUN)/python -m pip install --quiet --editable '.[wheels]'
-	$(RUN)/python -m pyorch.native.wheels dist vulkan
+	$(RUN)/python -m pyorch.native.wheels dist vulkan $(ARGS)
 
 figures: $(STAMP)       ## draw bench/figures again from the committed records
 	@$(RUN)/python -c 'import matplotlib' 2> /dev/null || $(RUN)/python -m pip install --quiet --editable '.[figures]'

@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from pyorch.progress import say
 NAME, PACKAGE, MODULE = "sparq-carried-{}", "sparq-cpp-{}", "sparq_cpp_{}"  # of a backend
 BACKENDS = ("cuda", "vulkan")  # the one that is preferred first
 MAJOR = "13"  # of CUDA, with whose libraries it is linked
+LOADERS = {"Linux": "libvulkan.so.1", "Windows": "vulkan-1.dll"}  # which come with drivers
 NVIDIA = "nvidia"  # the link beside the backend, where that looks for NVIDIA's libraries
 # llama.cpp expects code of their own on these, and launches blocks too large for any other code.
 _NEED_THEIR_OWN = ("89", "121")
@@ -77,7 +79,7 @@ def _made(backend: str, package: Path, cpu: Path) -> Path:
         links |= _cuda(carried["archs"])
     else:
         try:
-            ctypes.CDLL("libvulkan.so.1")  # which comes with the driver of a GPU
+            ctypes.CDLL(LOADERS[platform.system()])
         except OSError as error:
             raise SparqError(str(error)) from None
     of = json.dumps([cpu.name, carried["stamp"], *map(str, links.values())])
@@ -93,7 +95,10 @@ def _made(backend: str, package: Path, cpu: Path) -> Path:
         shutil.copytree(cpu, partial)
         shutil.copyfile(package / ggml, partial / ggml)
         for link, file in links.items():
-            (partial / link).symlink_to(file)
+            if system.IS_WINDOWS:  # where links are for administrators
+                shutil.copyfile(file, partial / link)
+            else:
+                (partial / link).symlink_to(file)
         say(f"trying {PACKAGE.format(backend)} once, which may take half a minute")
         if fault := smoke.fault(partial, gpu=True):
             raise SparqError(f"it does not work here: {fault}")

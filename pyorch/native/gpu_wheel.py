@@ -1,9 +1,9 @@
 """Makes the wheels of the packages `sparq-cpp-cuda` and `sparq-cpp-vulkan`: `make wheel-cuda` and
 `make wheel-vulkan`.
 
-Each adds to the wheel for Linux on x86-64 the backend and a libggml that is linked with it (used by
-carried_gpu.py). cuBLAS and the CUDA runtime come from NVIDIA's own packages, libvulkan and the
-drivers from the system.
+Each adds to the wheel for Linux (Vulkan's: or Windows) on x86-64 the backend and a libggml that is
+linked with it (used by carried_gpu.py). cuBLAS and the CUDA runtime come from NVIDIA's own
+packages, libvulkan and the drivers from the system.
 
 Zig compiles Vulkan's backend as it does the other wheel. nvcc takes no C++ library but GCC's, so
 GCC compiles what runs on the host. Zig links it, for the glibc of the other wheel, with GCC's
@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pyorch import children, paths, system
+from pyorch import children, paths
 from pyorch.errors import SparqError
 from pyorch.native import build, carried_gpu, cmake, cuda, probe, source, wheel
 from pyorch.progress import say
@@ -58,29 +58,29 @@ path = "{hook}"
 Recipe = tuple[build.Options, dict[str, Any], Callable[[wheel.Zig, Path], cmake.Toolchain]]
 
 
-def make(backend: str, into: Path, archs: tuple[str, ...] = ARCHS) -> Path:
+def make(backend: str, into: Path, of: tuple[str, ...] = ()) -> Path:
     """Make the wheel in the folder `into`. Returns its file.
 
     Args:
-        archs: of CUDA.
+        of: the architectures of CUDA, if not all; or for Vulkan a name of `wheel.TARGETS`.
 
     Raises:
         SparqError: what it needs cannot be used, or something did not compile.
     """
-    target = wheel.TARGETS["linux-x86_64"]
-    options, how, chain = _cuda(archs) if backend == "cuda" else _vulkan()
+    target = wheel.TARGETS[of[0] if of and backend == "vulkan" else "linux-x86_64"]
+    options, how, chain = _cuda(of or ARCHS) if backend == "cuda" else _vulkan()
     how["compiler"] = f"ziglang {metadata.version('ziglang')}, {how['compiler']}"
     made_of = build.sources(options)
     # not how it is made: ninja sees which of its commands are others, and this takes an hour
     key = [made_of["pin"], made_of["patches"], target.zig, how]
-    name = backend if archs == ARCHS else f"{backend}_{'_'.join(archs)}"
-    with wheel.workshop(name, target, key) as (zig, lock):
+    with wheel.workshop("_".join([backend, *of]), target, key) as (zig, lock):
         tree = zig.root / backend
         say(f"ggml with {backend}, log in {tree / 'build.log'}")
         build.prepare(tree, options)
         tools = chain(zig, tree)
         cmake.compile_tree(tree, options, ("ggml",), build.default_jobs(), tools, lock)
-        libraries = [tree / "out" / "bin" / system.library(x) for x in ("ggml", f"ggml-{backend}")]
+        bin_dir, names = tree / "out" / "bin", ("ggml", f"ggml-{backend}")
+        libraries = [bin_dir / target.system.library(name) for name in names]
         stamp = source.digest_of({file.name: file for file in libraries})[:12]
         licenses = {"llama.cpp": tree / "src", "zig": zig.folder}
         if backend == "cuda":
@@ -143,10 +143,13 @@ def _vulkan() -> Recipe:
         for name in ("vulkan", "vk_video", "spirv"):
             original = Path(parts["Vulkan_INCLUDE_DIR"]) / name
             shutil.copytree(original, headers / name, dirs_exist_ok=True)
-        code, library = tree / "libvulkan.c", tree / "libvulkan.so.1"
+        system = zig.target.system
+        code, library = tree / "libvulkan.c", tree / carried_gpu.LOADERS[system.name]
         code.write_text("\n".join(f"void vk{name}(void) {{}}" for name in _VK), "utf-8")
-        zig.run(["cc", "-shared", f"-Wl,-soname,{library.name}", str(code), "-o", str(library)])
-        more = parts | {"Vulkan_INCLUDE_DIR": str(headers), "Vulkan_LIBRARY": str(library)}
+        named = system.named.format(name=library.name, path=library)
+        zig.run(["cc", "-shared", named, str(code), "-o", str(library)])
+        linked = f"{library}{system.linked}"
+        more = parts | {"Vulkan_INCLUDE_DIR": str(headers), "Vulkan_LIBRARY": linked}
         return zig.toolchain(tree, more)
 
     return build.Options(portable=True, vulkan=True), {"compiler": version}, chain

@@ -149,7 +149,9 @@ def _cpu(base: Any, cpu: Any) -> Iterator[tuple[int, int, bool]]:
 
 def _gpus(base: Any, folder: Path) -> Iterator[tuple[int, int, bool]]:
     """Likewise each GPU. Ends the process if there is none: ggml has said why."""
-    ggml = declare(ctypes.CDLL(str(folder / system.library("ggml"))))
+    library = ctypes.CDLL(str(folder / system.library("ggml")))
+    system.with_ggml(library)
+    ggml = declare(library)
     if not (found := devices.listed(ggml)):
         sys.exit(1)
     for device in found:

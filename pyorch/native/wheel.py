@@ -48,6 +48,10 @@ class System:
     flags: tuple[str, ...] = ()  # of all compilers
     definitions: tuple[tuple[str, str], ...] = ()  # for cmake
 
+    def library(self, name: str) -> str:
+        """The file name of a shared library of ggml."""
+        return f"{self.prefix}{name}.{self.suffix}"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -166,7 +170,7 @@ def make(name: str, into: Path) -> Path:
             *(bin_cpu / f"{system.prefix}{variant}.{system.module}" for variant in variants),
             root / target.cxx_library,
         ):
-            if file.name != f"{system.prefix}ggml-cpu.{system.suffix}":  # the variants replace it
+            if file.name != system.library("ggml-cpu"):  # the variants replace it
                 shutil.copy(file, built / "lib")
         pin = source.read_pin()
         where, licenses = source.locate(pin), built / "licenses"

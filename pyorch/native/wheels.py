@@ -2,8 +2,8 @@
 
 python -m pyorch.native.wheels dist               # all of `wheel.TARGETS`
 python -m pyorch.native.wheels dist linux-x86_64  # one
-python -m pyorch.native.wheels dist vulkan        # the package sparq-cpp-vulkan
-python -m pyorch.native.wheels dist cuda [90]     # the package sparq-cpp-cuda, for all GPUs or one
+python -m pyorch.native.wheels dist vulkan [windows-x86_64]  # the package sparq-cpp-vulkan
+python -m pyorch.native.wheels dist cuda [90]  # the package sparq-cpp-cuda, for all GPUs or one
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
         os.environ.pop(name, None)
     try:
         if names and names[0] in carried_gpu.BACKENDS:
-            print(gpu_wheel.make(names[0], into, tuple(names[1:]) or gpu_wheel.ARCHS))
+            print(gpu_wheel.make(names[0], into, tuple(names[1:])))
         else:
             for name in names or wheel.TARGETS:
                 print(wheel.make(name, into))
