@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fakes import write
 
-from pyorch import native
+from pyorch import native, system
 from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.native import build, carried, carried_gpu, cmake, cuda, devices, probe, smoke
@@ -76,9 +76,18 @@ both = pytest.mark.parametrize(
 )
 
 
-@both
-def test_it_is_used_where_a_gpu_is(cpu: Path, tried: list[str], name: str, run: Run) -> None:
-    folder = native.built()
+@pytest.mark.parametrize(
+    ("cpu", "name", "linked"),  # on Windows copied
+    [("cuda", "cuda", True), ("vulkan", "vulkan", True), ("vulkan", "vulkan", False)],
+    indirect=["cpu"],
+)
+def test_it_is_used_where_a_gpu_is(
+    cpu: Path, tried: list[str], name: str, run: Run, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(system, "IS_WINDOWS", not linked)
+        folder = native.built()
+    assert (folder / f"libggml-{name}.so").is_symlink() == linked
     assert native.find(tools=("llama-server",)) == folder and tried == [f"with {name}"]
     assert (folder / "libllama.so").read_text() == "CPU"
     assert (folder / f"libggml-{name}.so").read_text() == "backend"
