@@ -14,24 +14,17 @@ from ctypes import c_void_p
 from pathlib import Path
 
 import pytest
-from ggml_ctypes import Buffer, Ggml, Tensor, _library
+from ggml_ctypes import Buffer, Ggml, Tensor
 
-from pyorch.native.prototypes import declare
+from bench.gpu.device import Device
 
 
 class DeviceGgml(Ggml):
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder)
         self.made: weakref.WeakSet[Buffer] = weakref.WeakSet()
-        base = self.base
-        if device == "cuda":
-            reg = declare(ctypes.CDLL(str(_library(folder, "ggml-cuda")))).ggml_backend_cuda_reg()
-        else:
-            reg = declare(ctypes.CDLL(device)).ggml_backend_init()
-        if base.ggml_backend_reg_dev_count(reg) == 0:
-            raise RuntimeError(f"{device}: no device")
-        self.device = base.ggml_backend_reg_dev_get(reg, 0)
-        self.backend = base.ggml_backend_dev_init(self.device, None)
+        opened = Device(folder, device)
+        self.device, self.backend = opened.dev, opened.backend
         self.same_bits, self.fast_exp = device != "cuda", device == "cuda"
         self.n_computed = 0  # of our nodes, on the device
 
