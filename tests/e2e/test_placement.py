@@ -120,6 +120,11 @@ def test_layers_on_two_devices(name: str, run) -> None:
         assert got["info"]["counters"]["calls_sparse"] > 0
 
 
+def test_a_part_of_the_layers_on_a_device(run) -> None:
+    got = run(SPARQ, 2)  # the last layer, and the output
+    assert got["bits"] == run(SPARQ, 0)["bits"] and sum(ran(got, "ATTEND")) == N_DECODE
+
+
 IN_MEMORY = VARIANTS | {"q4_0": (SPARQ, {"type_k": "q4_0", "type_v": "q4_0"})}
 IN_MEMORY |= {arch: (SPARQ, {"arch": arch}) for arch in ("lfm2", "gemma3")}  # hybrid; windows
 
@@ -170,6 +175,13 @@ def test_kv_of_some_layers_in_memory(name: str, run) -> None:
         assert here[key] + there[key] == alone[key], key
     assert here["bytes_read"] > there["bytes_read"] > 0
     assert_same(got, want)
+
+
+def test_prompts_on_the_cpu_in_some_layers(run) -> None:
+    """Those with K on a device are llama.cpp's there."""
+    got = run(SPARQ, ALL, f"{ON_CPU} SPARQ_KV_IN_MEMORY=0,2")["info"]["counters"]
+    assert got["calls_prefill"] == 2 * N_PROMPT and got["stock_reasons"] == {"prefill": N_PROMPT}
+    assert run(SPARQ, ALL, ON_CPU)["info"]["counters"]["calls_prefill"] == 0
 
 
 @pytest.mark.parametrize("order", ["rp", "rpr"])
