@@ -197,7 +197,7 @@ def ggml_layers(
             stats, seals, nodes, inputs = sparq(device, ctx, c, q, kv, mask, scale)
         device.allocate(ctx)
         for i, tensors in enumerate(zip(q, *zip(*kv, strict=True), strict=True)):
-            of = rng.standard_normal(d * c.n_head * c.batch, np.float32), block, block
+            of: real.Rows = [rng.standard_normal(d * c.n_head * c.batch, np.float32), block, block]
             for x, values in zip(tensors, rows[i % len(rows)] if rows else of, strict=True):
                 device.fill(x, values)
         device.fill(mask, np.zeros(1 << 16, np.float16))
