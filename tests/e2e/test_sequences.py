@@ -166,10 +166,8 @@ def test_settings_change_between_tokens(model: Model) -> None:
     """And what was read is counted from then on."""
     with context(model, COMMON, True) as ctx:
         assert ctx.decode(tokens(0, N_PROMPT)) == 0
-        reads = []
-        for step, spec in enumerate(
-            [None, "sparq,rank=2,topk=20", "dense", "sparq,topk=200", None]
-        ):
+        reads, specs = [], (None, "sparq,rank=2,topk=20", "dense", "sparq,topk=200", None)
+        for step, spec in enumerate(specs):
             ctx.set_sequence(0, spec)
             assert ctx.info(0)["steps"] == 0
             assert ctx.decode(tokens(0, 1, N_PROMPT + step)) == 0

@@ -55,9 +55,7 @@ def test_restoring_one_sequence(unified: bool, shadow: str, model: Model) -> Non
 
 
 @pytest.mark.parametrize("shadow", SHADOWS)
-def test_a_restored_sequence_is_sealed_beside_the_tokens_of_another(
-    shadow: str, tmp_path: Path
-) -> None:
+def test_a_restored_sequence_beside_tokens_of_another(shadow: str, tmp_path: Path) -> None:
     """A part by each call, however long it is; what is left when it is read, by its own token."""
     n_prompt, n_part = 10 * GROUP + 10, 4  # 8 MiB of K and V are 4 groups of these layers
     sizes = {"n_layer": 8, "n_head": 4, "n_head_kv": 4, "head_dim": 128}
@@ -118,10 +116,7 @@ def test_shifting_one_sequence(shadow: str, model: Model) -> None:
 def test_shifting_a_quantised_cache(tmp_path: Path) -> None:
     """K is rounded anew where nothing moved, too: all of it is sealed again."""
     path = tiny_models.write(tmp_path / "m.gguf", "llama", n_layer=N_LAYER, head_dim=64)
-    with (
-        Model(path) as model,
-        full(model, "q4", unified=False, type_k="q8_0", type_v="q8_0") as ctx,
-    ):
+    with Model(path) as model, full(model, "q4", False, type_k="q8_0", type_v="q8_0") as ctx:
         sealed_since(ctx)
         ctx.seq_rm(1, 640, 700)
         ctx.seq_add(1, 700, -1, -60)
