@@ -18,7 +18,7 @@ import tiny as tiny_models
 from cases import GROUP
 from llama import Context, Model, from_child
 from quick import pairwise
-from test_engine import n_wrong
+from test_engine import n_wrong, seal
 from tiny import text_of, write_tiny_gguf
 
 from pyorch import engine, paths
@@ -108,7 +108,7 @@ def test_opened_is_as_read(tmp_path: Path, arch: str, spec: str, options: dict[s
         assert (mapped > 0) == (options is MAPPED and sys.platform == "linux")
         if spec == SPARSE and arch == "llama":
             assert engine.info(s).counter("groups_sealed") == 0, "it was sealed when it was read"
-            assert engine.seal(s) == 0
+            assert seal(s) == 0
         engine.reset_counters(s)
         assert same(continued(s), wanted)
         assert s.timings.prefill_tokens == 3, "nothing of the document is read again"
@@ -199,7 +199,7 @@ def test_a_document_holds_nothing_else(tiny: Path, tmp_path: Path, shadow: str, 
             if path is files[1]:
                 private = [*s.tokens, *np.random.default_rng(3).integers(97, 123, 1200).tolist()]
                 engine.prefill(s, private, ends=False)
-                engine.seal(s)
+                seal(s)
                 engine.rewind(s, n)
             document.keep_document(s, path, reading(n))
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -331,7 +331,7 @@ def test_a_restored_state_is_sealed_at_once(tiny: Path, tmp_path: Path, shadow: 
                 engine.reset_counters(s)
                 assert s.lib.llama_state_seq_load_file(s.ctx, file, 0, tokens, 2048, n)
             assert engine.info(s).counter("groups_sealed") == n_group
-            assert engine.seal(s) == 0 and n_wrong(s) == 0
+            assert seal(s) == 0 and n_wrong(s) == 0
             engine.reset_counters(s)
             engine.decode(s, 70)
             assert engine.info(s).counter("groups_sealed") == 0
@@ -348,16 +348,25 @@ def test_a_full_cache(tiny: Path, shadow: str) -> None:
         for n_sealed in (n_ctx // GROUP - 1, 0):
             engine.decode(s, 70)  # fills the last cell, whose group the next token would seal
             assert engine.info(s).counter("groups_sealed") == n_sealed * s.geometry.n_layer
-            assert engine.seal(s) == s.geometry.n_layer and n_wrong(s) == 0
+            assert seal(s) == s.geometry.n_layer and n_wrong(s) == 0
             engine.reset_counters(s)
             engine.rewind(s, n_ctx - 1)
 
 
+def called(s: engine.Session, name: str) -> int:
+    function = s.lib._lib[f"llama_sparse_attn_{name}"]
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    return function(s.ctx)
+
+
 def n_wrong(s: engine.Session) -> int:
-    """Of all sealed groups, those that differ from K and V."""
-    check = s.lib._lib.llama_sparse_attn_check
-    check.restype, check.argtypes = ctypes.c_int64, [ctypes.c_void_p]
-    return check(s.ctx)
+    """Of the tensors of the shadow, those that differ from what K and V give."""
+    return called(s, "check")
+
+
+def seal(s: engine.Session) -> int:
+    """Seal what waits. Returns how many groups that were, summed over layers."""
+    return called(s, "seal")
 
 
 def test_the_environment_variable_is_for_other_programs(
