@@ -7,24 +7,21 @@
 
 namespace sparse_cuda {
 
-struct score_args {
-    view q, k, k_t, k_range, mask;
+struct score_args : node_args {
+    view k_t, k_range;
     view kl;                            // of SCORE_SELECT: a token with k < 0 is not scored
     view ranks;                         // of SCORE_SELECT: each token's own; no data: all have `rank`
-    const int32_t * sealed;             // [n_stream][n_grp]
-    float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
+    float * logits;                     // [row][n_head][n_kv]
     float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
-    unsigned long long * stats;
-    int64_t n_kv, n_grp, n_run, n_pos_t; // n_pos_t: of the cells, those that a row of k_t in f16 has
-    int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a KV head, GB at a time
-    float   scale, softcap, max_bias;
+    int64_t n_run, n_pos_t;             // n_pos_t: of the cells, those that a row of k_t in f16 has
+    int     d, rank, n_rot;
 
     __device__ __forceinline__ int rank_of(int64_t i, int64_t s) const {
         return ranks.data ? min(max(ranks.at<const int32_t>(i, 0, s)[0], 1), rank) : rank;
     }
 };
 
-// groups whose states are copied to shared memory, a bit each; where there are more, they are read from the cache
+// groups of a head at most: their states are copied to shared memory, a bit each
 constexpr int N_STATE = 16384;
 
 // NT: threads of the block, one per component at least
@@ -42,6 +39,9 @@ struct alignas(16) score_shared {
     // whole coefficients of each warp, for the groups of its run, see make_coef(). The padding keeps those of several groups in different banks
     int8_t   w0[HAS_CODES ? N_WARP : 1][N_SLOT][GB][NT + 4], w1[N_BIT == 8 ? N_WARP : 1][N_SLOT][GB][NT + 4];
     int16_t  comp[D_MAX];           // kept components, ascending
+#if SPARQ_PIPE_SCAN
+    alignas(16) unsigned at[D_MAX + 16]; // where their rows of k_t begin, and the last one's again
+#endif
     unsigned sealed[HAS_CODES ? N_STATE/32 : 1]; // a bit per group
     unsigned rows[N_WARP];          // the groups of a warp's run that are read from K, a bit each
     int      n_kept[N_WARP];
@@ -49,17 +49,15 @@ struct alignas(16) score_shared {
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
-// which groups of the stream are sealed for token i -> m.sealed, if they are few enough; all threads of the block. Ends at a barrier
+// which groups of the stream are sealed for token i -> m.sealed; all threads of the block. Ends at a barrier
 template <int N_BIT, int GB, int NT>
 __device__ __forceinline__ void copy_states(score_shared<N_BIT, GB, NT> & m, const int32_t * sealed, int64_t n_grp, int64_t i) {
-    if (n_grp <= N_STATE) {
-        const int n = ((int) n_grp + NT - 1)/NT*NT;
+    const int n = ((int) n_grp + NT - 1)/NT*NT;
 #pragma unroll 4
-        for (int g = threadIdx.x; g < n; g += NT) {
-            const unsigned bits = __ballot_sync(ALL, g < n_grp && ggml_sparse_is_sealed(sealed[g], i));
-            if (threadIdx.x % 32 == 0) {
-                m.sealed[g/32] = bits;
-            }
+    for (int g = threadIdx.x; g < n; g += NT) {
+        const unsigned bits = __ballot_sync(ALL, g < n_grp && ggml_sparse_is_sealed(sealed[g], i));
+        if (threadIdx.x % 32 == 0) {
+            m.sealed[g/32] = bits;
         }
     }
     __syncthreads();
@@ -74,10 +72,8 @@ struct spread_ranges {
 
     // c < a.d, or nothing is read; after copy_states()
     template <int N_BIT, int GB, int NT>
-    __device__ __forceinline__ void load(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t i, int64_t s) {
-        const bool few = a.n_grp <= N_STATE;
-        const int32_t * states = a.sealed + s*a.n_grp;
-        const auto is_sealed = [&](int g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : ggml_sparse_is_sealed(states[g], i); };
+    __device__ __forceinline__ void load(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t s) {
+        const auto is_sealed = [&](int g) { return (m.sealed[g/32] >> g % 32 & 1) != 0; };
         n_sealed = (int) ggml_sparse_sealed_groups((int) a.n_kv, is_sealed);
         known    = 0;
 #pragma unroll
@@ -184,7 +180,7 @@ __device__ __forceinline__ int choose_components(
     const bool in = c < d;
     spread_ranges ranges;
     if (ggml_sparse_has_codes(N_BIT)) {
-        ranges.load(m, a, h_kv, c, i, s);
+        ranges.load(m, a, h_kv, c, s);
     }
     const float size = weigh_components(m, a, ranges, h_kv, h0, i, s);
     const int n_comp = min(__syncthreads_count(in && size == size), a.rank_of(i, s)); // NaN is never kept
@@ -215,6 +211,11 @@ __device__ __forceinline__ int choose_components(
     }
     if (kept && part == 0) {
         m.comp[place] = (int16_t) mine;
+#if SPARQ_PIPE_SCAN
+        for (int j = place; j == place || (place == n_comp - 1 && j % 16 != 0); ++j) {
+            m.at[j] = (unsigned) (mine*a.k_t.nb1);
+        }
+#endif
     }
     float f[GB];
 #pragma unroll

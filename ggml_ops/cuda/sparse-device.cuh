@@ -11,6 +11,32 @@
 #include <cfloat>
 #include <cstdint>
 
+// Experiments, each a -D of its own, and off until a device has timed it. tests/cuda/test_races.py holds them to the same results
+#ifndef SPARQ_EARLY
+#define SPARQ_EARLY 0   // 1: what there is to see is read before the kernel in front is through, but in the first layer; 2: always
+#endif
+#ifndef SPARQ_HEADS_8
+#define SPARQ_HEADS_8 0 // 1: with more than four query heads per KV head, codes and rows are read once for eight
+#endif
+#ifndef SPARQ_SINGLE
+#define SPARQ_SINGLE 0  // 1: a cluster of one block has the barriers of a block
+#endif
+#ifndef SPARQ_FENCE
+#define SPARQ_FENCE 0   // 1: barriers that order shared memory alone do not wait for global memory (CUDA 12.8)
+#endif
+#ifndef SPARQ_SMEM_KEYS
+#define SPARQ_SMEM_KEYS 0 // 1: what is ranked, and the lists of what is selected, are in the shared memory of the block that owns them
+#endif
+#ifndef SPARQ_DSMEM_FINISH
+#define SPARQ_DSMEM_FINISH 0 // 1: blocks read the others' states and sums of V from shared memory
+#endif
+#ifndef SPARQ_PIPE_SCAN
+#define SPARQ_PIPE_SCAN 0 // 1: codes are asked for before those in front of them are worked on, and ranges four at a time
+#endif
+#ifndef SPARQ_PIPE_ROWS
+#define SPARQ_PIPE_ROWS 0 // 1: rows are asked for before those in front of them are worked on
+#endif
+
 #ifndef SPARQ_LAUNCH // the emulation of tests/cuda has its own
 #include <map>
 #include <mutex>
@@ -22,10 +48,16 @@
     extern __shared__ __align__(16) char sparq_shared[]; \
     type & name = *(type *) sparq_shared
 
-// The barrier of a cluster, in two halves: what a thread wrote before it arrives, also to global memory, all threads of the cluster see after they waited
+// The barrier of a cluster, in two halves: what a thread wrote before it arrives, all threads of the cluster see after they waited. SHARED: but for
+// what it wrote to global memory or to that of another block, for which it does not wait then
+template <bool SHARED = false>
 static __device__ __forceinline__ void cluster_arrive() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    if constexpr (SHARED) {
+        asm volatile("fence.release.sync_restrict::shared::cta.cluster; barrier.cluster.arrive.relaxed;" ::: "memory");
+    } else {
+        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    }
 #endif
 }
 static __device__ __forceinline__ void cluster_wait() {
@@ -65,13 +97,14 @@ struct cluster_launch {
     cluster_launch(const cluster_launch &) = delete;
 };
 
-// How many clusters of this kernel run at once on the current device; 0 if it cannot run, as where the library has no code for Hopper
+// How many clusters of this kernel run at once on the current device; 0 if it cannot run, as where the library has no code for Hopper. n_most: the most
+// shared memory that the kernel is ever launched with
 template <typename K>
-int max_clusters(K kernel, int n_cluster, size_t n_shared) {
+int max_clusters(K kernel, int n_cluster, size_t n_shared, size_t n_most) {
     static std::mutex mutex;
-    static std::map<std::tuple<int, const void *, int>, int> known;
+    static std::map<std::tuple<int, const void *, int, size_t>, int> known;
     std::lock_guard<std::mutex> lock(mutex);
-    const auto key = std::make_tuple(ggml_cuda_get_device(), (const void *) kernel, n_cluster);
+    const auto key = std::make_tuple(ggml_cuda_get_device(), (const void *) kernel, n_cluster, n_shared);
     const auto it = known.find(key);
     if (it != known.end()) {
         return it->second;
@@ -80,7 +113,7 @@ int max_clusters(K kernel, int n_cluster, size_t n_shared) {
     cudaFuncAttributes attr = {};
     if (cudaFuncGetAttributes(&attr, (const void *) kernel) == cudaSuccess && attr.ptxVersion >= 90) {
         const cluster_launch launch(dim3(n_cluster), dim3(256), n_cluster, n_shared, nullptr, false);
-        const bool ok = cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) n_shared) == cudaSuccess &&
+        const bool ok = cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) n_most) == cudaSuccess &&
                 cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                 cudaOccupancyMaxActiveClusters(&n, (const void *) kernel, &launch.cfg) == cudaSuccess;
         n = ok ? n : 0;
@@ -131,6 +164,16 @@ struct view {
     }
 };
 
+// what SCORE and ATTEND are given alike; a row is a token of a stream, stream*n_tok + token
+struct node_args {
+    view q, k, mask;
+    const int32_t * sealed;             // [n_stream][n_grp]; of ATTEND with mean_v
+    unsigned long long * stats;
+    int64_t n_kv, n_grp;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_row, n_log2, n_pass, row_k; // n_pass: of the heads of a KV head, GB at a time; row_k: bytes of a row of K
+    float   scale, softcap, max_bias;
+};
+
 // waits for the kernels in front of this one, and lets the next one begin
 __device__ __forceinline__ void begin_kernel() {
     ggml_cuda_pdl_sync();
@@ -166,39 +209,27 @@ __device__ __forceinline__ void unpack_f16(float (&x)[8], uint4 raw) {
 //   the only place that knows the types. Blocks have 32 elements: q8_0 a f16 scale and 32 codes, q4_0 a scale and 16 bytes, element i < 16 in
 //   the low half of byte i, the others in the high halves; value = scale*(code - 8)
 __device__ __forceinline__ void load8(float (&x)[8], int type, const char * row, int c, int d) {
-    if (type == GGML_TYPE_F16) {
-        const char * p = row + c*2;
-        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
+    const int size = type == GGML_TYPE_F32 ? 4 : 2;
+    const char * p = row + c*size;
+    if (type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32) {
+        const bool is_vector = c + 8 <= d && ((uintptr_t) p & 15) == 0;
+        for (int j = 0; j < 8 && !is_vector; ++j) {
+            x[j] = c + j >= d ? 0.0f : type == GGML_TYPE_F32 ? ((const float *) p)[j] : type == GGML_TYPE_F16 ? f16_value(((const uint16_t *) p)[j]) :
+                    __uint_as_float((unsigned) ((const uint16_t *) p)[j] << 16);
+        }
+        if (is_vector && type == GGML_TYPE_F16) {
             unpack_f16(x, *(const uint4 *) p);
-            return;
-        }
-        for (int j = 0; j < 8; ++j) {
-            x[j] = c + j < d ? f16_value(((const uint16_t *) p)[j]) : 0.0f;
-        }
-    } else if (type == GGML_TYPE_BF16) {
-        const char * p = row + c*2;
-        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
+        } else if (is_vector && type == GGML_TYPE_BF16) {
             const uint4 raw = *(const uint4 *) p;
             const unsigned w[4] = { raw.x, raw.y, raw.z, raw.w };
             for (int j = 0; j < 4; ++j) {
                 x[2*j]     = __uint_as_float(w[j] << 16);
                 x[2*j + 1] = __uint_as_float(w[j] & 0xFFFF0000u);
             }
-            return;
-        }
-        for (int j = 0; j < 8; ++j) {
-            x[j] = c + j < d ? __uint_as_float((unsigned) ((const uint16_t *) p)[j] << 16) : 0.0f;
-        }
-    } else if (type == GGML_TYPE_F32) {
-        const float * p = (const float *) row + c;
-        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
+        } else if (is_vector) {
             const float4 a = ((const float4 *) p)[0], b = ((const float4 *) p)[1];
             x[0] = a.x; x[1] = a.y; x[2] = a.z; x[3] = a.w;
             x[4] = b.x; x[5] = b.y; x[6] = b.z; x[7] = b.w;
-            return;
-        }
-        for (int j = 0; j < 8; ++j) {
-            x[j] = c + j < d ? p[j] : 0.0f;
         }
     } else if (type == GGML_TYPE_Q8_0) {
         const uint16_t * block = (const uint16_t *) (row + c/32*34); // only this aligned
@@ -261,7 +292,19 @@ __device__ __forceinline__ T lane_sum(T x) {
     return x;
 }
 
-// the same over a warp, in one instruction where there is one
+// the sum of x over the block, in all threads; buf [NT/32]
+template <int NT, typename T>
+__device__ __forceinline__ T block_sum(T x, T * buf) {
+    x = lane_sum<32>(x);
+    __syncthreads(); // the last one was read
+    if (threadIdx.x % 32 == 0) {
+        buf[threadIdx.x/32] = x;
+    }
+    __syncthreads();
+    return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
+}
+
+// the sum over a warp, in one instruction where there is one
 __device__ __forceinline__ int warp_sum(int x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     return __reduce_add_sync(ALL, x);
