@@ -2,7 +2,8 @@
 
 // Steps 2 and 3: exact attention over a selection, or over all positions; interpolation with the mean of V.
 //
-// A head is one KV head of a row. The positions of a head are split over blocks, in tiles of 64; a state {o, m, l, ..} per block and query head is merged by a second launch, or written as the result where one block has it all.
+// A head is one KV head of a row. The positions of a head are split over blocks, in tiles of 64; a state {o, m, l, ..} per block and query head is
+// merged by a second launch, or written as the result where one block has it all.
 
 #include "sparse-device.cuh"
 
@@ -288,11 +289,7 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
         const int n_sum = (n + SUM - 1)/SUM;
         const auto whole = [&](int b) { return m.whole[b*SUM/32] >> b*SUM % 32 & SUM_BITS; };
         const auto add = [&](int type, const char * row, int n_byte) {
-            float x[8];
-            load8(x, type, row, col*8, a.d_v);
-            for (int c = 0; c < 8; ++c) {
-                sum[c] += x[c];
-            }
+            add8(sum, type, row, col*8, a.d_v);
             bytes += n_byte;
         };
         const auto add_sum = [&](int64_t r) { add(GGML_TYPE_F32, (const char *) (a.v_sum.at<const float>(r, s) + h*a.d_v), a.d_v*(int) sizeof(float)); };

@@ -320,8 +320,7 @@ bool launch_layer(ggml_backend_cuda_context & ctx, layer_args a) {
     const int64_t n_row = a.attend.n_row, n_heads = n_row*a.score.n_head_kv, n_head = a.score.n_head;
     // as large as leaves room for all clusters at once; else as small as can be
     a.n_block = 0;
-    // floats behind `shared`
-    const auto n_key = [&](int n) { // of own runs, of rows that all blocks share, and candidates
+    const auto n_key = [&](int n) { // floats behind `shared`: of own runs, of rows that all blocks share, and candidates
         return SPARQ_SMEM_KEYS ? (int) ceil_div(a.score.n_run, n)*RUN + (n > 1 ? LAYER_ROWS*GROUP/n : 0) + 2*LAYER_CAND : 0;
     };
     const int n_state = SPARQ_DSMEM_FINISH ? a.score.n_group_q*(a.attend.d_v + LAYER_STATE) + a.attend.d_v : 0;

@@ -257,6 +257,16 @@ __device__ __forceinline__ void load_span(float (&x)[8], int type, const char * 
     load8(x, TYPE == ANY ? type : TYPE, row, c, d);
 }
 
+// sum += the same
+__device__ __forceinline__ void add8(float (&sum)[8], int type, const char * row, int c, int d) {
+    float x[8];
+    load8(x, type, row, c, d);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        sum[j] += x[j];
+    }
+}
+
 // ---- the order of floats ----
 
 constexpr int ORDER_HIDDEN = (int) 0x80000000; // below every number

@@ -101,21 +101,13 @@ struct row_state {
 // sums of V of groups that are sealed and wholly seen, 8 columns from `col` on; the block has n_place of them at a time
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_sums(float (&sum)[8], int col, int place, int n_place) {
-    const auto add = [&](const char * r) {
-        float x[8];
-        load8(x, GGML_TYPE_F32, r, col, ta.d_v);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            sum[c] += x[c];
-        }
-    };
     const auto whole_of = [&](int b) { return m.whole[b*SUM/32] >> b*SUM % 32 & SUM_BITS; };
-    const auto sum_at = [&](int64_t r) { return (const char *) (ta.v_sum.at<const float>(r, s) + h_kv*ta.d_v); };
+    const auto add = [&](int64_t r) { add8(sum, GGML_TYPE_F32, (const char *) (ta.v_sum.at<const float>(r, s) + h_kv*ta.d_v), col, ta.d_v); };
     const int n_sum = (n_grp + SUM - 1)/SUM, b0 = n_sum*rank/n_block, b1 = n_sum*(rank + 1)/n_block;
 #pragma unroll 1
     for (int b = b0 + place; b < b1; b += n_place) { // sums of which all groups count
         if (whole_of(b) == SUM_BITS) {
-            add(sum_at(ggml_sparse_total_row((int64_t) b*SUM)));
+            add(ggml_sparse_total_row((int64_t) b*SUM));
         }
     }
 #pragma unroll 1
@@ -124,7 +116,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_sums(float (&s
 #pragma unroll 1
             for (int j = place; j < SUM; j += n_place) {
                 if (whole_of(b) >> j & 1) {
-                    add(sum_at(ggml_sparse_sum_row((int64_t) b*SUM + j)));
+                    add(ggml_sparse_sum_row((int64_t) b*SUM + j));
                 }
             }
         }
@@ -145,12 +137,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_rows(float (&s
         for (int i = place; i < n; i += n_place) {
             const int t = row_at(m.tail_v, i, r0, n_each);
             if (t < n_kv && mask[t] != F16_NEG_INF && in) {
-                float x[8];
-                load_span<TYPE>(x, ta.v.type, ta.v.at(h_kv, t, s), col, ta.d_v);
-#pragma unroll
-                for (int c = 0; c < 8; ++c) {
-                    sum[c] += x[c];
-                }
+                add8(sum, TYPE == ANY ? ta.v.type : TYPE, ta.v.at(h_kv, t, s), col, ta.d_v);
             }
         }
         if (n < LAYER_ROWS*n_each || shared_v) {

@@ -85,14 +85,12 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
     arrive<SPARQ_DSMEM_FINISH>();
     wait(); // D
     finish();
-    if (SPARQ_DSMEM_FINISH) {
-        arrive<true>();
-    }
     if (ta.stats && rank == 0 && warp == 0) {
         count();
     }
-    if (SPARQ_DSMEM_FINISH) {
-        wait(); // others read what this block has
+    if (SPARQ_DSMEM_FINISH) { // others read what this block has
+        arrive<true>();
+        wait();
     }
 }
 

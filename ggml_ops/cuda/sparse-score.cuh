@@ -37,31 +37,19 @@ __device__ __forceinline__ bool is_second(int i) { return TWO_GROUPS<N_BIT> && i
 // layouts give the same bits
 template <int N_BIT>
 __device__ __forceinline__ float sum_spans(const float (&x)[N_SPAN]) {
-    const auto add = [](float v, int lanes) { return v + __shfl_xor_sync(ALL, v, lanes); };
+    const auto add = [](float v, auto... lanes) {
+        ((v += __shfl_xor_sync(ALL, v, lanes)), ...);
+        return v;
+    };
+    float v[N_SPAN];
+#pragma unroll
+    for (int i = 0; i < N_SPAN; ++i) {
+        v[i] = N_BIT == 8 ? add(x[i], 1, 2) : N_BIT == 4 ? add(x[i], 2, 4) : x[i];
+    }
     if (N_BIT == 8) {
-        float v[N_SPAN];
-#pragma unroll
-        for (int i = 0; i < N_SPAN; ++i) {
-            v[i] = add(add(x[i], 1), 2);
-        }
-        return add(add(add((v[0] + v[1]) + (v[2] + v[3]), 4), 8), 16);
+        return add((v[0] + v[1]) + (v[2] + v[3]), 4, 8, 16);
     }
-    if (N_BIT == 4) {
-        float v[N_SPAN];
-#pragma unroll
-        for (int i = 0; i < N_SPAN; ++i) {
-            v[i] = add(add(x[i], 2), 4);
-        }
-        const float lo = add(v[0] + v[2], 1), hi = add(v[1] + v[3], 1);
-        return add(add(lo + hi, 8), 16);
-    }
-    float lo = x[0] + x[1], hi = x[2] + x[3];
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
-        lo = add(lo, o);
-        hi = add(hi, o);
-    }
-    return lo + hi;
+    return N_BIT == 4 ? add(add(v[0] + v[2], 1) + add(v[1] + v[3], 1), 8, 16) : add(v[0] + v[1], 1, 2, 4, 8, 16) + add(v[2] + v[3], 1, 2, 4, 8, 16);
 }
 
 // byte l of four words, for l = 0..3

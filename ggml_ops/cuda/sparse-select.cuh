@@ -224,24 +224,6 @@ __device__ __forceinline__ void write_rest(const select_args & a, int64_t u, con
     }
 }
 
-// the k largest of more cells than threads hold, from the lists in memory; a warp has lists beside each other
-//   first [n_list + 1] shared: how many cells the lists before one have
-template <int NT>
-__device__ __forceinline__ int select_listed(counter<NT> & block, const select_args & a, int64_t u, const int * first, int n, int k, int n_in, int32_t * cells,
-        int2 * n_warp) {
-    const int per = ((int) a.n_list + NT/32 - 1)/(NT/32), b0 = min((int) threadIdx.x/32*per, (int) a.n_list), b1 = min(b0 + per, (int) a.n_list);
-    return select_read(block, n, k, n_in, cells, n_warp, [&](const auto & f) { // by whole warps
-        for (int b = b0; b < b1; ++b) {
-            const int2 * list = a.list + (u*a.n_list + b)*LIST_KEYS;
-            const int c = first[b + 1] - first[b], lane = threadIdx.x % 32;
-#pragma unroll 4
-            for (int j = 0; j < c; j += 32) {
-                f(j + lane < c ? list[j + lane] : make_int2(-1, ORDER_HIDDEN));
-            }
-        }
-    });
-}
-
 // what a selection ends with: n_sel cells are there; GGML_SPARSE_SELECT_ALL: nothing is ranked, the token reads every visible position
 template <int NT>
 __device__ __forceinline__ void finish_select(const select_args & a, int64_t u, int32_t * res, int n_sel) {
@@ -320,7 +302,17 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     if (is_read) {
         n_sel = select_all(block, a, at, k, n_in, cells, n_warp);
     } else if (n > NT*N_HELD) {
-        n_sel = select_listed<NT>(block, a, u, first, n, k, n_in, cells, n_warp);
+        const int n_list = (int) a.n_list, lists = (n_list + NW - 1)/NW, b0 = min(w*lists, n_list), b1 = min(b0 + lists, n_list); // of a warp
+        n_sel = select_read(block, n, k, n_in, cells, n_warp, [&](const auto & f) { // from the lists in memory, by whole warps
+            for (int b = b0; b < b1; ++b) {
+                const int2 * list = a.list + (u*n_list + b)*LIST_KEYS;
+                const int c = first[b + 1] - first[b];
+#pragma unroll 4
+                for (int j = 0; j < c; j += 32) {
+                    f(j + lane < c ? list[j + lane] : make_int2(-1, ORDER_HIDDEN));
+                }
+            }
+        });
     } else {
         const int per = (n + NT - 1)/NT;
         int x[N_HELD], cell[N_HELD];

@@ -151,7 +151,6 @@ def test_when_it_is_one_launch(ggml) -> None:
     plain = Case(n_kv=600, heads=(4, 2))
     for case, cc, one in [
         (plain, 900, True),
-        (plain, 1200, True),
         (plain, 890, False),
         (replace(plain, extra="top_p"), 900, False),
         (replace(plain, heads=(64, 1)), 900, False),

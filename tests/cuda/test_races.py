@@ -16,8 +16,8 @@ from graphs import sparse_run
 from test_layer import CUTS, HEADS, N_SM, with_logits
 
 SELECT, ATTEND = "sparse-layer-select.cuh", "sparse-layer-attend.cuh"
-READ = "        arrive();\n        wait(); // the histograms were read\n"
-LISTED = "    arrive();\n    wait(); // C\n"
+READ = "        arrive<true>();\n        wait(); // the histograms were read\n"
+LISTED = "    arrive<OWN_MASS>();\n    wait(); // C\n"
 
 
 @pytest.mark.slow  # each is compiled
@@ -25,9 +25,10 @@ LISTED = "    arrive();\n    wait(); // C\n"
     ("file", "old", "new", "message"),
     [
         ("sparse-layer.cuh", "if (!is_early)", "if (is_early)", "begin_kernel"),
-        (ATTEND, "__ldcg(&st[d_v])", "st[d_v]", "L1 cache"),
+        (ATTEND, "of_block(&st[d_v])", "st[d_v]", "L1 cache"),
         (SELECT, READ, "", "a race"),
         (SELECT, LISTED, "", "cuda_emu"),  # reads what is no list yet
+        (SELECT, "arrive<OWN_MASS>()", "arrive<true>()", "a race in global memory"),
     ],
 )
 def test_an_edit_that_makes_a_race_is_found(
@@ -39,7 +40,7 @@ def test_an_edit_that_makes_a_race_is_found(
     text = (kernels / file).read_text()
     assert text.count(old) == 1
     (kernels / file).write_text(text.replace(old, new))
-    cuda_lib.build_host(ggml_headers, tmp_path, kernels)
+    cuda_lib.build_host(ggml_headers, tmp_path, kernels, "-DSPARQ_FENCE=1")
     logits = CUTS["ties"](np.random.default_rng(7), 3000).astype(np.float16)
 
     def run() -> None:

@@ -162,10 +162,8 @@ void launch(dim3 grid, dim3 block, const F & kernel, int n_cluster = 1, size_t n
         x.stacks = map((size_t) N_MAX*STACK);
         x.shared = map((size_t) C_MAX*SHARED);
     }
-    if (n_cluster < 1 || n_cluster > C_MAX || grid.x % n_cluster != 0 || n_cluster*block.x > N_MAX || n_shared > SHARED || block.x > 1024) {
-        fail("a cluster that CUDA would refuse, or that is not emulated");
-    }
-    if (block.y != 1 || block.z != 1 || block.x % 32 != 0 || block.x > N_MAX || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535) {
+    if (n_cluster < 1 || n_cluster > C_MAX || grid.x % n_cluster != 0 || n_cluster*block.x > N_MAX || n_shared > SHARED || block.x > 1024 ||
+            block.y != 1 || block.z != 1 || block.x % 32 != 0 || block.x > N_MAX || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535) {
         fail("a launch that CUDA would refuse, or that is not emulated");
     }
     x.grid   = grid;
@@ -263,7 +261,6 @@ void touch(const void * p, size_t n, bool writes, by kind = by::PLAIN); // races
 
 #define threadIdx (emu::m().f[emu::m().self].thread)
 #define blockIdx  (emu::block_index())
-#define blockDim  (emu::m().block)
 #define gridDim   (emu::m().grid)
 
 static inline void __syncthreads() { emu::sync_block(0); }
