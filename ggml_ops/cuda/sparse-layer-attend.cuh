@@ -224,9 +224,13 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::read_rows(row_stat
             }
         }
     };
+    if (SPARQ_PIPE_ROWS) {
+        list(warp*n_sub + sub);
+        load(true, true);
+    }
 #pragma unroll 1
     for (int i0 = warp*n_sub + sub; i0 - sub < n; i0 += N_WARP*n_sub*AT_A_TIME) {
-        if (!SPARQ_PIPE_ROWS || i0 == warp*n_sub + sub) {
+        if (!SPARQ_PIPE_ROWS) {
             list(i0);
             load(true, true);
         }
