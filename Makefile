@@ -51,7 +51,7 @@ test-gpu: build $(DEV)  ## with a CUDA device: the op tests on it, decoding, com
 	SPARQ_TEST_DEVICE=cuda $(PYTEST) -m 'not slow' tests/ops/test_steps.py tests/ops/test_attn.py tests/ops/test_quant.py tests/ops/test_mixed_kinds.py
 	$(PYTEST) -m 'gpu and not slow' tests/gpu $(ARGS)
 
-test-vulkan: $(DEV)     ## builds with Vulkan (an hour), then its tests, on any device or Mesa's software
+test-vulkan: $(DEV)     ## builds with Vulkan (half an hour), then its tests, on any device or Mesa's software
 	$(RUN)/sparq-cpp build --vulkan --tools
 	$(RUN)/sparq-cpp build --vulkan --stock
 	$(PYTEST) tests/e2e -k vulkan $(ARGS)

@@ -18,6 +18,7 @@ MEASUREMENTS = {
 }
 OTHERS = {
     "ablations": "bench.papers.ablations:command",
+    "gpu_nodes": "bench.gpu.nodes:command",
     "draw": "bench.draw:command",
     "numbers": "bench.numbers:command",
 }

@@ -54,7 +54,8 @@ enum ggml_sparse_attn_op {
     X(BYTES_DENSE)     /* bytes of all visible K and V rows: what dense attention reads */ \
     X(GROUPS_SEALED)   /* groups sealed, per node */ \
     X(PREFILL)         /* PREFILL, per (token, node) */ \
-    X(PREFILL_FAST)    /* products of few bits in PREFILL, per (token, query head, block of positions, node) */
+    X(PREFILL_FAST)    /* products of few bits in PREFILL, per (token, query head, block of positions, node) */ \
+    X(CUT_PASSES)      /* passes over what is ranked that a guess of the cut cost, per (token, KV head, node); counted where a layer is one launch */
 
 enum ggml_sparse_stat {
 #define X(name) GGML_SPARSE_STAT_##name,

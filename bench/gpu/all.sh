@@ -4,7 +4,6 @@
 #
 #   bench/gpu/all.sh            what it wants: python3 (3.10+) with numpy, cmake, ninja, a C++ compiler, nvcc, a device
 #   bench/gpu/all.sh STEP...    only these, by the names below, again if need be
-#   bench/gpu/all.sh --cpu      only what runs without a device: the build for the CPU and its op tests
 #
 # No step takes more than ten minutes: what is not through by then is cut off, and goes on when the script is called again. Steps that succeeded
 # with the same sources are left out (gpu-all.done), builds go on with the next file, benches with the next case. In a pack (bench/gpu/pack.sh) nothing is downloaded; in a checkout `make build` comes first.
@@ -14,23 +13,17 @@ python=python3
 if [ -d vendor ]; then
     # the machine's own packages first: they may have compiled parts
     export PYTHONPATH="$PWD:$("$python" -c 'import site; print(":".join(site.getsitepackages()))'):$PWD/vendor"
-    export PIP_NO_INDEX=1 SPARQ_CACHE="${SPARQ_CACHE:-$PWD/cache}"
-    if [ -d llama-source ]; then
-        export SPARQ_LLAMA_SOURCE="$PWD/llama-source"
-    else
-        [ -d library ] || tar -xJf library.tar.xz
-        export SPARQ_LIBRARY="$PWD/library"
-        # CUDA's libraries, which may be those of torch
-        lib=$("$python" -c 'import site; print(site.getsitepackages()[0])')/nvidia/cu13/lib
-        export LD_LIBRARY_PATH="$lib:/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}"
-    fi
+    [ -d library ] || tar -xJf library.tar.xz
+    export PIP_NO_INDEX=1 SPARQ_CACHE="${SPARQ_CACHE:-$PWD/cache}" SPARQ_LIBRARY="$PWD/library"
+    # CUDA's libraries, which may be those of torch
+    lib=$("$python" -c 'import site; print(site.getsitepackages()[0])')/nvidia/cu13/lib
+    export LD_LIBRARY_PATH="$lib:/usr/local/cuda/lib64:${LD_LIBRARY_PATH:-}"
 fi
 export OPENBLAS_NUM_THREADS=1
 sources=$(find pyorch ggml_ops patches tests bench -type f \( -name '*.py' -o -name '*.c*' -o -name '*.h' -o -name '*.patch' -o -name '*.sh' \) |
     LC_ALL=C sort | xargs cat | cksum | cut -d' ' -f1)
 failed=0
 wanted=" $* "
-case "${1:-}" in -*) wanted="  " ;; esac
 
 step() { # step NAME COMMAND...
     name=$1; shift
@@ -41,13 +34,13 @@ step() { # step NAME COMMAND...
     fi
     echo "== $name" | tee -a gpu-all.log
     start=$(date +%s)
-    timeout 570 "$@" > step.log 2>&1
+    timeout -k 20 570 "$@" > step.log 2>&1
     code=$?
     if grep -Eq '^[0-9]+ skipped' step.log; then # tests, and none of them ran
         code=5
     fi
     cat step.log >> gpu-all.log
-    tail -n 5 step.log
+    tail -n 30 step.log
     echo "== $name: exit code $code, $(($(date +%s) - start)) s" | tee -a gpu-all.log
     if [ $code = 0 ]; then echo "$sources $name" >> gpu-all.done; else failed=1; fi
     rm -f step.log
@@ -59,13 +52,6 @@ if "$python" -c 'import xdist' 2> /dev/null; then
     pytest="$pytest -n auto"
 fi
 
-if [ "${1:-}" = --cpu ]; then
-    export SPARQ_CUDA=0
-    step cpu-build $sparq build
-    step cpu-ops $pytest -m 'not slow' $ops
-    step harness $pytest -m 'not gpu' tests/gpu
-    exit $failed
-fi
 step doctor $sparq doctor
 [ -n "${SPARQ_LIBRARY:-}" ] || step build $sparq build --cuda native
 step ops env SPARQ_TEST_DEVICE=cuda $pytest -m 'not slow' $ops
@@ -77,11 +63,16 @@ for depth in 8192 16384 32768 46080; do
     step tokens-$depth "$python" -m bench gpu_tokens -d $depth
 done
 step tokens-shared "$python" -m bench gpu_tokens --like llama3-8b -d 32768,131072
-# how often each kernel ran and how long, as tables in gpu-all.log: of 72 dense tokens, then of as many dense ones and 72 sparse ones
-trace="nsys profile -t cuda --cuda-graph-trace=node --stats=true -f true -o nodes $python -m bench gpu_tokens --force --out nodes -d 8192 -n 32 -r 1"
+# what a token launches per layer, as a table in gpu-all.log
+traced() { # traced NAME SPEC
+    step nodes-$1 sh -c "nsys profile -t cuda --cuda-graph-trace=node -f true -o nodes-$1 \
+        $python -m bench gpu_tokens --force --out nodes -d 8192 -n 32 -r 1 -a $2 &&
+        nsys stats --force-export=true -r cuda_gpu_kern_sum:base -f csv nodes-$1.nsys-rep > nodes-$1.csv"
+}
 if command -v nsys > /dev/null; then
-    step nodes-dense $trace -a off
-    step nodes-sparse $trace -a sparq,ratio=1/8,gpu_min_mb=0
+    traced dense off
+    traced sparse sparq,ratio=1/8,gpu_min_mb=0
+    step nodes "$python" -m bench gpu_nodes nodes-dense.csv nodes-sparse.csv
 fi
 for tool in memcheck racecheck synccheck initcheck; do
     step $tool $pytest -m 'gpu and not slow' tests/gpu -k $tool

@@ -44,9 +44,7 @@ class Device:
 
     @contextmanager
     def context(self) -> Iterator[c_void_p]:
-        size = 32 << 20
-        memory = np.empty(size, np.uint8)
-        ctx = self.base.ggml_init(InitParams(size, memory.ctypes.data, True))
+        ctx = self.base.ggml_init(InitParams(32 << 20, None, True))
         self.buffer = None
         try:
             yield ctx
@@ -115,26 +113,3 @@ def torch_with_cuda() -> Any:
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None
-
-
-def copy_bandwidth(device: Device, n_bytes: int, seconds: float) -> tuple[float, str]:
-    """The GB/s of a copy within the device, counting bytes read and written, and whose copy it is:
-    torch's, which is the faster one, or without torch ggml's."""
-    if torch := torch_with_cuda():
-        x = torch.ones(n_bytes // 4, device="cuda")
-        y = torch.empty_like(x)
-
-        def copy() -> None:
-            y.copy_(x)
-            torch.cuda.synchronize()
-
-        samples = timed(copy, seconds)
-    else:
-        with device.context() as ctx:
-            a, b = (device.new(ctx, "f32", n_bytes // 4) for _ in range(2))
-            node = device.base.ggml_cpy(ctx, a, b)
-            device.allocate(ctx)
-            device.fill(a, np.ones(1 << 20, np.float32))
-            graph = device.graph(ctx, [node])
-            samples = timed(lambda: device.run(graph), seconds)
-    return 2 * n_bytes / float(np.median(samples)), "torch" if torch else "ggml"

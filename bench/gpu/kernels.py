@@ -2,15 +2,20 @@
 
     python -m bench gpu_attention           # Table 4, Figs. 8 (batch 64) and F1 (batch 1)
     python -m bench gpu_attention --quick   # small sizes, to see that it runs
+    python -m bench gpu_attention --real MODEL TEXT   # also K and V of that model
 
 A graph has several layers with their own K and V, more bytes than any cache holds, so that every
 layer reads fresh data, and it is computed again and again (llama.cpp then replays it as one CUDA
 graph). So is a graph of half of the layers. The time of a layer is the difference by the layers
 that it has more: what a graph costs once, its launch and the wait for it, is not in it. Dense
 attention is ggml's flash attention, and torch's scaled_dot_product_attention if torch is installed
-(each of its backends, in a CUDA graph, timed in the same way). The time excludes SEAL. The shadow
+(by cuDNN, in a CUDA graph, timed in the same way). The time excludes SEAL. The shadow
 lies as in a model, with the ranges of a component beside each other. `tail` groups at the end are
 not sealed: their rows of K are read.
+
+SELECT guesses between which logits the cut lies, and where it does not, reads the keys once more:
+`passes` counts that, per KV head. K and V are random, which suits the guess; a model that reads a
+text shows what it does with others. Its layers take turns in the graph.
 
 Figure `gpu_attention` compares with the faster of the two, measured with the same library; the last
 record of each case counts.
@@ -28,13 +33,15 @@ from typing import Any
 import numpy as np
 
 from bench import plot
-from bench.gpu.device import Device, copy_bandwidth, layer_times, torch_with_cuda
+from bench.gpu import real
+from bench.gpu.device import Device, layer_times, torch_with_cuda
 from pyorch import native
 from pyorch.attention.cost import GROUP, GROUPS_PER_SUM, SHADOW_BYTES
-from pyorch.cli.bench.measurement import Done, Measurement
+from pyorch.cli.bench.measurement import Done, Measurement, text_hash
 from pyorch.cli.groups import option
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
+from pyorch.evals.texts import read_texts
 from pyorch.measure import records
 from pyorch.measure.records import Record, Result, optional
 from pyorch.native import slots
@@ -62,8 +69,9 @@ class KernelOptions:
     device: str = option(
         "--device", default="cuda", help="Device: cuda, or a library with ggml_backend_init."
     )
-    quick: bool = option(
-        "--quick", is_flag=True, help="Measure small sizes only, as a quick check."
+    quick: bool = option("--quick", is_flag=True, help="Small sizes only, as a quick check.")
+    real: tuple[str, str] | None = option(
+        "--real", nargs=2, metavar="MODEL TEXT", help="Also measure K and V of a model, of a text."
     )
 
 
@@ -80,11 +88,12 @@ class KernelCase:
     tail: int = optional(0)  # groups at the end that are not sealed
     type_kv: str = "f16"  # always; it stays because the key of every record is made from it
     library: str = optional("sparq")
+    real: str = optional("")  # whose K and V: a model, and the hash of its text
 
     def __str__(self) -> str:
         heads = f"batch {self.batch:2} heads {self.n_head}/{self.n_head_kv}"
         tail = f" tail {self.tail}" if self.tail else ""
-        return f"{heads} S {self.positions:6} {self.method}{tail}"
+        return f"{heads} S {self.positions:6} {self.method}{tail} {self.real}".rstrip()
 
     @property
     def layer_bytes(self) -> int:
@@ -123,24 +132,32 @@ def groups(o: KernelOptions) -> list[list[KernelCase]]:
         shapes = with_tail = [(2, 4, 4, 768), (1, 8, 2, 1024)]
     cases = [KernelCase(*shape, method) for shape in shapes for method in methods]
     cases += [KernelCase(*shape, "sparq q4", tail=n) for shape in with_tail for n in TAILS]
+    if o.real:
+        name, layers = real_rows(o)
+        (_, n_head, d), (n, n_head_kv, _) = (x.shape for x in layers[0][:2])
+        about: dict[str, Any] = {"rank": d // 4, "head_dim": d, "real": name}
+        cases += [KernelCase(1, n_head, n_head_kv, n, method, **about) for method in methods]
     return [[case] for case in cases]
 
 
 @cache
-def _copied(device: Device, fresh: int, seconds: float) -> Result:
-    speed, by = copy_bandwidth(device, fresh, seconds)
-    return {"copy_gb_s": speed, "copy_by": by}
+def real_rows(o: KernelOptions) -> tuple[str, list[real.Rows]]:
+    """What a record says of them, and those of each layer."""
+    assert o.real
+    model, (text,) = Path(o.real[0]), read_texts([Path(o.real[1])])
+    rows = real.read(model, text, 99 if o.device == "cuda" else 0)
+    return f"{model.name} {text_hash(text)}", rows
 
 
 def measure(o: KernelOptions, group: Sequence[KernelCase], _: Done) -> list[Result]:
-    """The result of a case, beside the speed of a copy within the device."""
+    """The result of a case."""
     (case,) = group
     device = opened(o.device)
     fresh, seconds = (1 << 24, 0.1) if o.quick else (FRESH, SECONDS)
-    about = {"device": device.name, **_copied(device, fresh, seconds)}
     n = layers_of(device, case, fresh)
-    time_it = torch_layers if case.method == "torch sdpa" else partial(ggml_layers, device)
-    return [time_it(case, n, seconds) | about]
+    rows = real_rows(o)[1] if case.real else []
+    time_it = torch_layers if case.method == "torch sdpa" else partial(ggml_layers, device, rows)
+    return [time_it(case, n, seconds) | {"device": device.name}]
 
 
 def layers_of(device: Device, case: KernelCase, fresh: int) -> int:
@@ -152,15 +169,18 @@ def layers_of(device: Device, case: KernelCase, fresh: int) -> int:
     return min(need, most, 64)
 
 
-def ggml_layers(device: Device, c: KernelCase, n: int, seconds: float) -> Result:
-    """Returns samples_ns per layer, the number of layers, and the bytes read per layer."""
+def ggml_layers(
+    device: Device, rows: Sequence[real.Rows], c: KernelCase, n: int, seconds: float
+) -> Result:
+    """Returns samples_ns per layer, the number of layers, the bytes read per layer, and the passes
+    over the keys of a KV head beyond the first. rows: none for random ones."""
     base, rng = device.base, np.random.default_rng(1)
     block = rng.standard_normal(POOL, np.float32).astype(np.float16)
-    scale = float(1 / np.sqrt(D))
+    scale, d = float(1 / np.sqrt(c.head_dim)), c.head_dim
     with device.context() as ctx:
         mask = device.new(ctx, "f16", c.positions, 1, 1, c.batch)
-        q = [device.new(ctx, "f32", D, c.n_head, 1, c.batch) for _ in range(n)]
-        size = (D, c.n_head_kv, c.positions, c.batch)
+        q = [device.new(ctx, "f32", d, c.n_head, 1, c.batch) for _ in range(n)]
+        size = (d, c.n_head_kv, c.positions, c.batch)
         kv = [[device.new(ctx, "f16", *size) for _ in range(2)] for _ in range(n)]
         stats: Any = None
         seals: list[Any] = []
@@ -176,30 +196,29 @@ def ggml_layers(device: Device, c: KernelCase, n: int, seconds: float) -> Result
         else:
             stats, seals, nodes, inputs = sparq(device, ctx, c, q, kv, mask, scale)
         device.allocate(ctx)
-        for x in q:
-            device.fill(x, rng.standard_normal(D * c.n_head * c.batch, np.float32))
-        for x in (x for pair in kv for x in pair):
-            device.fill(x, block)
+        for i, tensors in enumerate(zip(q, *zip(*kv, strict=True), strict=True)):
+            of = rng.standard_normal(d * c.n_head * c.batch, np.float32), block, block
+            for x, values in zip(tensors, rows[i % len(rows)] if rows else of, strict=True):
+                device.fill(x, values)
         device.fill(mask, np.zeros(1 << 16, np.float16))
-        for name, row in rows_of_inputs(c).items():
-            if name in inputs:
-                device.fill(inputs[name], np.ascontiguousarray(row, np.int32))
-        read = c.layer_bytes
-        if stats is not None:
-            device.run(device.graph(ctx, seals))
+        for name, x in inputs.items():
+            device.fill(x, np.ascontiguousarray(rows_of_inputs(c)[name], np.int32))
+        counted: Result = {"bytes_read": c.layer_bytes}
         graph = device.graph(ctx, nodes)
         if stats is not None:
-            device.fill(stats, np.zeros(len(STATS), np.int64))
+            values = np.zeros(len(STATS), np.int64)
+            device.fill(stats, values)
+            device.run(device.graph(ctx, seals))
             device.run(graph)
-            counted = np.zeros(len(STATS), np.int64)
-            base.ggml_backend_tensor_get(stats, counted.ctypes.data, 0, counted.nbytes)
-            counts = dict(zip(STATS, counted.tolist(), strict=True))
+            base.ggml_backend_tensor_get(stats, values.ctypes.data, 0, values.nbytes)
+            counts = dict(zip(STATS, values.tolist(), strict=True))
             if counts["attend_sparse"] != n * c.batch:
                 raise SparqError(f"{c.method}: not every layer ran sparse: {counts}", "a bug")
-            read = (counts["bytes_score"] + counts["bytes_attend"]) // n
+            counted["bytes_read"] = (counts["bytes_score"] + counts["bytes_attend"]) // n
+            counted["passes"] = counts["cut_passes"] / (n * c.batch * c.n_head_kv)
         half = device.graph(ctx, nodes[: n // 2])
         both = (lambda: device.run(half), lambda: device.run(graph))
-        return {"samples_ns": layer_times(*both, n, seconds), "n_layer": n, "bytes_read": read}
+        return {"samples_ns": layer_times(*both, n, seconds), "n_layer": n, **counted}
 
 
 def sparq(
@@ -219,7 +238,7 @@ def sparq(
     inputs["wanted"] = new("i32", 2 + LOCAL + SINKS, 1, 1, c.batch)
     stats = new("i64", len(STATS))
     visible = base.ggml_sparse_attn_visible(ctx, mask)
-    chan = D * c.n_head_kv
+    chan = c.head_dim * c.n_head_kv
     n_sums = -(-c.n_group // GROUPS_PER_SUM) * (GROUPS_PER_SUM + 1)
     width = c.n_group * GROUP * bits // 8 + LINE
     params = slots.ScoreSelectParams(
@@ -254,54 +273,41 @@ def rows_of_inputs(c: KernelCase) -> dict[str, np.ndarray]:
 
 
 def torch_layers(c: KernelCase, n_layer: int, seconds: float) -> Result:
-    """The same of the fastest backend of torch's scaled_dot_product_attention.
-
-    Raises:
-        SparqError: none of them runs.
-    """
+    """The same of torch's attention by cuDNN, the fastest of its backends in every case on an H100
+    and an H200."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     like = {"dtype": torch.float16, "device": "cuda"}
-    q = [torch.randn(c.batch, c.n_head, 1, D, **like) for _ in range(n_layer)]
-    kv = [
-        [torch.randn(c.batch, c.n_head_kv, c.positions, D, **like) for _ in range(2)]
-        for _ in range(n_layer)
-    ]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    best: Result = {}
-    for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
-        gqa = {"enable_gqa": True} if c.n_head != c.n_head_kv else {}
+    q = [torch.randn(c.batch, c.n_head, 1, c.head_dim, **like) for _ in range(n_layer)]
+    size = (c.batch, c.n_head_kv, c.positions, c.head_dim)
+    kv = [[torch.randn(size, **like) for _ in range(2)] for _ in range(n_layer)]
+    gqa = {"enable_gqa": True} if c.n_head != c.n_head_kv else {}
 
-        def captured(n: int, name: str = name, gqa: dict[str, bool] = gqa) -> Callable[[], None]:
-            graph = torch.cuda.CUDAGraph()
+    def captured(n: int) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
 
-            def once() -> None:
-                with sdpa_kernel(getattr(SDPBackend, name)):
-                    for qi, (k, v) in zip(q[:n], kv[:n], strict=True):
-                        sdpa(qi, k, v, **gqa)
+        def once() -> None:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                for qi, (k, v) in zip(q[:n], kv[:n], strict=True):
+                    torch.nn.functional.scaled_dot_product_attention(qi, k, v, **gqa)
 
-            def replay() -> None:
-                graph.replay()
-                torch.cuda.synchronize()
-
-            once()
+        def replay() -> None:
+            graph.replay()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                once()
-            return replay
 
-        try:
-            half, all_of = captured(n_layer // 2), captured(n_layer)
-        except RuntimeError as error:
-            note(f"torch {name}: {str(error).splitlines()[0]}")
-            continue
-        samples = layer_times(half, all_of, n_layer, seconds / 3)
-        if not best or np.median(samples) < np.median(best["samples_ns"]):
-            best = {"samples_ns": samples, "backend": name}
-    if not best:
-        raise SparqError("no backend of torch's attention runs this", "see the lines above")
-    return best | {"n_layer": n_layer, "bytes_read": c.layer_bytes, "torch": torch.__version__}
+        once()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            once()
+        return replay
+
+    try:
+        samples = layer_times(captured(n_layer // 2), captured(n_layer), n_layer, seconds)
+    except RuntimeError as error:
+        raise SparqError(f"torch: {str(error).splitlines()[0]}", "a torch with cuDNN") from None
+    about = {"n_layer": n_layer, "bytes_read": c.layer_bytes, "torch": torch.__version__}
+    return {"samples_ns": samples, "backend": "CUDNN_ATTENTION", **about}
 
 
 def table(recs: Sequence[Record]) -> str:
@@ -310,9 +316,9 @@ def table(recs: Sequence[Record]) -> str:
     for rec in recs:
         us = float(np.median(rec["samples_ns"])) / 1e3
         rate = rec["bytes_read"] / us / 1e3
-        row = [str(records.read_case(KernelCase, rec)), f"{us:.1f}", f"{rate:.0f}"]
-        rows.append([*row, f"{rate / rec['copy_gb_s']:.0%}"])
-    return markdown(["case", "us per layer", "GB/s", "of a copy"], rows, left=("case",))
+        passes = f"{rec['passes']:.2f}" if "passes" in rec else ""
+        rows.append([records.read_case(KernelCase, rec), f"{us:.1f}", f"{rate:.0f}", passes])
+    return markdown(["case", "us per layer", "GB/s", "passes"], rows, left=("case",))
 
 
 # ---- figure ----
@@ -344,14 +350,13 @@ def rows(recs: Sequence[Record]) -> list[plot.Row]:
                 "limit": dense[dense_is]["bytes_read"] / rec["bytes_read"],
                 "dense_is": dense_is,
                 "gb_s": rec["bytes_read"] / ns,
-                "share_of_copy": rec["bytes_read"] / ns / rec["copy_gb_s"],
             }
     names = ("batch", "n_head_kv", "method", "positions")
     return sorted(last.values(), key=lambda r: tuple(r[n] for n in names))
 
 
 def data(folder: Path) -> list[plot.Row]:
-    measured = rows(records.load_all(folder / FILE))
+    measured = rows([r for r in records.load_all(folder / FILE) if not r["case"].get("real")])
     plot.need(measured, "attention by itself on a GPU, ours beside dense", NEEDS)
     return measured
 

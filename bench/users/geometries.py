@@ -61,7 +61,7 @@ def draw(rows: Sequence[plot.Row]) -> Any:
 FIGURE = plot.Figure(
     name="geometries",
     title="Decoded tokens of today's models at 1/8",
-    caption="Batch 1, random K and V, medians in turns, each with its faster `-fa`.",
+    caption="Batch 1, random K and V, medians, the faster `-fa`, 4 to 6 layers; the 1.5B whole.",
     needs=NEEDS,
     file=FILE,
     data=data,

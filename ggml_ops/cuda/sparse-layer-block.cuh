@@ -65,6 +65,7 @@ struct alignas(16) layer_shared {
     int      slot[2];                               // what cluster_counter adds up
     int      n_list, n_list_v, cut, n_sel, n_need, n_cand, n_pushed, is_few, at_sel, at_cand, k;
     int      at_list, at_lists[LAYER_BLOCKS], at_cands[LAYER_BLOCKS]; // where the lists of this block, and of all, begin in those of the cluster
+    int      n_pass;                                // over the keys beyond the first: what the first thread counts
 };
 
 // the groups of bits [g0, g1) in turn, LAYER_ROWS at a time: number `batch` of them -> list; returns how many. By all threads; ends at a barrier

@@ -218,6 +218,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_cut() {
         // too few are in the bins, or too many where the last bin has all that is above it: then all that is seen. Else the bin of the cut by itself
         const bool is_open = !is_complete && (m.is_few || (m.n_cand > LAYER_CAND && m.cut >= LAYER_BINS - 2));
         if (!is_open && (m.n_cand <= LAYER_CAND || round == 3)) {
+            if (tid == 0) {
+                m.n_pass = round;
+            }
             break;
         }
         arrive<true>();
@@ -272,6 +275,9 @@ __device__ __forceinline__ int layer_block<N_BIT, GB, TYPE>::mark_selected(bool 
         });
         if (last) {
             break;
+        }
+        if (tid == 0) {
+            ++m.n_pass;
         }
         int before;
         const int all = counter.sum(n, m.n_warp, &before);

@@ -28,6 +28,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::count() {
     if (lane == 0) {
         if (!every) {
             add_stat(ta.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes_score + ggml_sparse_spread_bytes(sa.d, n_kv, N_BIT));
+            add_stat(ta.stats, GGML_SPARSE_STAT_CUT_PASSES, m.n_pass);
         }
         if (h_kv == 0) {
             add_stat(ta.stats, every ? GGML_SPARSE_STAT_ATTEND_DENSE : GGML_SPARSE_STAT_ATTEND_SPARSE, n_vis > 0);

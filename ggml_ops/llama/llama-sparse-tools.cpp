@@ -112,7 +112,7 @@ std::string llama_sparse_metrics(llama_context * ctx) {
         return "";
     }
     ctx->synchronize(); // devices may still be counting
-    const auto stat = state->recent_stats();
+    const auto stat = state->read_stats();
     std::ostringstream out;
     const auto head = [&](const char * name, const char * type, const char * help) {
         out << "# HELP sparq:" << name << " " << help << "\n# TYPE sparq:" << name << " " << type << "\n";
@@ -137,7 +137,6 @@ std::string llama_sparse_metrics(llama_context * ctx) {
             "Bytes of K, V and the shadow that replies read");
     one("bytes_dense_total", "counter", stat[GGML_SPARSE_STAT_BYTES_DENSE], "Bytes that dense attention would have read for them");
     one("shadow_bytes", "gauge", llama_sparse_shadow_bytes(*ctx), "Memory of the transposed K and the sums of V");
-    one("groups_waiting", "gauge", state->n_waiting, "Complete groups of 128 positions that are not sealed, in the stream with most of them");
     return out.str();
 }
 

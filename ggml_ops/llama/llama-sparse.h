@@ -129,8 +129,7 @@ LLAMA_API int64_t llama_sparse_document_write_shadow(struct llama_context * ctx,
 LLAMA_API int64_t llama_sparse_document_open(struct llama_context * ctx, llama_seq_id seq_id, int fd, uint64_t offset, uint32_t n_pos, uint32_t n_read,
         const char * kind, char * err, size_t n_err);
 
-// For tests: seals each sealed group once more. Returns in how many (layer, group) k_t or the sums of V get other bytes, a total counting for the last
-// group of its block; < 0: no shadow.
+// For tests: seals each sealed group once more. Returns how many tensors get other bytes, of three in a layer; < 0: no shadow.
 LLAMA_API int64_t llama_sparse_attn_check(struct llama_context * ctx);
 
 // For measurements: the share of the true attention in the positions that an ATTEND node reads, which is softmax over all that its tokens see, as a

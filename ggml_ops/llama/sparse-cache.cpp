@@ -116,10 +116,6 @@ ggml_backend_dev_t llama_sparse_device_of(ggml_backend_buffer_t buf) {
     return ggml_backend_buffer_is_host(buf) ? nullptr : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
 }
 
-ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) {
-    return llama_sparse_device_of(t->buffer);
-}
-
 std::string llama_sparse_why_not_run(ggml_backend_dev_t dev, ggml_tensor * t, const llama_sparse_spec & spec) {
 #define X(step) #step,
     static const char * names[GGML_SPARSE_ATTN_COUNT] = { GGML_SPARSE_STEPS(X) };

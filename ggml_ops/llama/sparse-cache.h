@@ -34,7 +34,7 @@ std::vector<double> llama_sparse_score_shares(const llama_kv_cache & kv, const l
 
 // the device whose memory it is; nullptr: the host, whatever device allocated it
 ggml_backend_dev_t llama_sparse_device_of(ggml_backend_buffer_t buf);
-ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t);
+inline ggml_backend_dev_t llama_sparse_device_of(const ggml_tensor * t) { return llama_sparse_device_of(t->buffer); }
 
 // another machine, which llama.cpp takes for a GPU (ggml-rpc)?
 bool llama_sparse_is_worker(ggml_backend_dev_t dev);

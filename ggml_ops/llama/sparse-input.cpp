@@ -9,10 +9,6 @@
 
 using access = llama_sparse_access;
 
-// groups that a graph can seal, so that it can be used again; when more wait (after a shift), one graph is made that seals them all: a
-// position that is not sealed is scored from K, which costs more with every token than sealing it does once
-static constexpr int64_t N_SEAL = 8;
-
 //
 // replies
 //
@@ -146,7 +142,7 @@ void llm_graph_input_sparse::need_seal(const llm_graph_context & g) {
     sealed = new_input(g, "sparse_sealed", ggml_sparse_n_groups(n_kv), n_stream);
     if (seals()) {
         const int64_t n_written = tok.n/n_stream/GGML_SPARSE_GROUP + 2;
-        list = new_input(g, "sparse_list", std::max({ N_SEAL, n_written, n_waiting() }), n_stream);
+        list = new_input(g, "sparse_list", std::max(n_written, n_waiting()), n_stream);
     }
 }
 
@@ -189,15 +185,10 @@ bool llm_graph_input_sparse::can_reuse(const llm_graph_params & params) {
     }
     tok = now;
     mctx = next;
-    if (n_kv != mctx->get_n_kv()) {
+    if (n_kv != mctx->get_n_kv() || (sealed && seals() != (list != nullptr))) {
         return false;
     }
-    if (sealed && seals() != (list != nullptr)) {
-        return false;
-    }
-    const int64_t n = list ? n_waiting() : 0;
-    // a long list is walked by every layer, so the graph of a decoded token that has one serves once
-    return !list || (n <= list->ne[0] && (tok.has_prompt() || list->ne[0] <= N_SEAL || n > N_SEAL));
+    return !list || n_waiting() <= list->ne[0]; // all are sealed: a position that is not is scored from K, again and again
 }
 
 bool llm_graph_input_sparse::seals() const {
@@ -222,7 +213,6 @@ int64_t llm_graph_input_sparse::n_waiting() const {
         });
         n = std::max(n, n_group);
     }
-    state->n_waiting = n;
     return n;
 }
 
@@ -356,7 +346,6 @@ void llm_graph_input_sparse::account(const llama_ubatch * ubatch) {
 void llm_graph_input_sparse::set_input(const llama_ubatch * ubatch) {
     if (sealed) {
         shadow().commit();
-        state->n_waiting = std::max<int64_t>(0, state->n_waiting - (list ? list->ne[0] : 0));
         for (uint32_t s = 0; s < n_stream; ++s) {
             set_seal(s, stream0() + s);
         }

@@ -139,44 +139,26 @@ int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes, uint32_t end) {
 // check
 //
 
-namespace {
+static std::vector<char> bytes_of(const ggml_tensor * t) {
+    std::vector<char> res(ggml_nbytes(t));
+    ggml_backend_tensor_get(t, res.data(), 0, res.size());
+    return res;
+}
 
-// a tensor of the shadow, and the same as it was sealed again
-struct tensor_pair {
-    const ggml_tensor * t;
-    std::vector<char>   now, again;
-
-    tensor_pair(const ggml_tensor * t, const ggml_tensor * copy) : t(t), now(t ? ggml_nbytes(t) : 0), again(now.size()) {
-        if (t) {
-            ggml_backend_tensor_get(t, now.data(), 0, now.size());
-            ggml_backend_tensor_get(copy, again.data(), 0, again.size());
-        }
-    }
-
-    // do they have the same n bytes at `begin`?
-    bool is_same(size_t begin, size_t n) const { return std::equal(now.begin() + begin, now.begin() + begin + n, again.begin() + begin); }
-
-    bool is_row_same(uint32_t s, int64_t row) const { return is_same(s*t->nb[2] + row*t->nb[1], t->nb[1]); }
-};
-
-struct layer_check {
-    const tensor_pair k_t, k_range, v_sum;
-    const int         n_bit;
-
-    // of group g; is_block: all groups of its sum block are sealed
-    bool is_same(uint32_t s, uint32_t g, bool is_block) const {
-        const size_t size = ggml_sparse_shadow_bytes(GGML_SPARSE_GROUP, n_bit);
-        for (int64_t c = 0; c < k_t.t->ne[1]; ++c) {
-            const auto * nb = k_range.t ? k_range.t->nb : nullptr;
-            if (!k_t.is_same(s*k_t.t->nb[2] + c*k_t.t->nb[1] + g*size, size) || (nb && !k_range.is_same(s*nb[3] + c*nb[2] + g*nb[1], nb[1]))) {
-                return false;
+// the totals of sum blocks that are not sealed as a whole, which nobody reads
+static void copy_other_totals(const llama_sparse_shadow & shadow, const ggml_tensor * v_sum, ggml_tensor * to) {
+    std::vector<char> row(v_sum->nb[1]);
+    for (uint32_t s = 0; s < v_sum->ne[2]; ++s) {
+        const auto & sealed = shadow.sealed(s);
+        for (size_t g = 0; g < sealed.size(); g += GGML_SPARSE_SUM) {
+            const size_t end = std::min(g + GGML_SPARSE_SUM, sealed.size()), at = s*v_sum->nb[2] + ggml_sparse_total_row(g)*v_sum->nb[1];
+            if (std::count(sealed.begin() + g, sealed.begin() + end, 1) < GGML_SPARSE_SUM) {
+                ggml_backend_tensor_get(v_sum, row.data(), at, row.size());
+                ggml_backend_tensor_set(to, row.data(), at, row.size());
             }
         }
-        return !v_sum.t || (v_sum.is_row_same(s, ggml_sparse_sum_row(g)) && (!is_block || v_sum.is_row_same(s, ggml_sparse_total_row(g))));
     }
-};
-
-} // namespace
+}
 
 int64_t llama_sparse_count_stale(llama_kv_cache & kv, ggml_backend_sched_t like) {
     const auto & shadow = *access::shadow(kv);
@@ -202,15 +184,18 @@ int64_t llama_sparse_count_stale(llama_kv_cache & kv, ggml_backend_sched_t like)
         if (!buf) {
             throw std::runtime_error("no memory to check the transposed copy of K");
         }
+        std::map<ggml_tensor *, ggml_tensor *> copies = { { own.k_t, copy.k_t }, { own.k_range, copy.k_range }, { own.v_sum, copy.v_sum } };
+        copies.erase(nullptr);
+        for (const auto & [t, again] : copies) {
+            ggml_backend_tensor_copy(t, again);
+        }
         graph.add(access::layers(kv)[ikv].il, copy, nullptr);
         graph.compute(like);
-        const layer_check check = { { own.k_t, copy.k_t }, { own.k_range, copy.k_range }, { own.v_sum, copy.v_sum }, shadow.n_bit() };
-        for (uint32_t s = 0; s < groups.size(); ++s) {
-            uint32_t n = 0; // of the groups of a sum block
-            for (int32_t g : groups[s]) {
-                n = g > 0 && g % GGML_SPARSE_SUM != 0 && shadow.sealed(s)[g - 1] ? n + 1 : 1;
-                res += !check.is_same(s, g, n == GGML_SPARSE_SUM);
-            }
+        if (own.v_sum) {
+            copy_other_totals(shadow, own.v_sum, copy.v_sum);
+        }
+        for (const auto & [t, again] : copies) {
+            res += bytes_of(t) != bytes_of(again);
         }
     }
     return res;

@@ -9,5 +9,5 @@
 // Returns how many (layer, group) that were, 0 without a shadow. Throws std::exception: they count as not sealed
 int64_t llama_sparse_seal(llama_context & ctx, size_t n_bytes = SIZE_MAX, uint32_t end = UINT32_MAX);
 
-// Number of (layer, group) in which the sealed data are not what SEAL makes of K and V, on the backends of `like`
+// Number of tensors of the shadow that are not what SEAL makes of K and V, on the backends of `like`
 int64_t llama_sparse_count_stale(llama_kv_cache & kv, ggml_backend_sched_t like);

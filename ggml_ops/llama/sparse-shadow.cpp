@@ -5,7 +5,6 @@
 #include "sparse-codes.h"
 #include "sparse-system.h"
 
-#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
@@ -195,10 +194,6 @@ void llama_sparse_shadow::seal(uint32_t stream, uint32_t group) {
     flags[stream][group] = 1;
 }
 
-void llama_sparse_shadow::commit() {
-    pending.clear();
-}
-
 void llama_sparse_shadow::rollback() {
     for (const auto & [stream, group] : pending) {
         flags[stream][group] = 0;
@@ -214,10 +209,6 @@ void llama_sparse_shadow::set_prompt(uint32_t stream, const std::vector<uint32_t
     for (size_t i = 0; i < cells.size(); ++i) {
         prompt[stream][cells[i]] = output && !output[i];
     }
-}
-
-void llama_sparse_shadow::copy_prompt(uint32_t from, uint32_t to) {
-    prompt[to] = prompt[from];
 }
 
 //

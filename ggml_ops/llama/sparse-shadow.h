@@ -74,7 +74,7 @@ struct llama_sparse_shadow {
     // A graph is about to run that seals the groups that seal() names. They count as sealed at once, so that its other nodes read them. If the
     // graph fails, rollback() takes that back. Nobody tells us that a graph is through, so the next one begins with commit()
     void seal(uint32_t stream, uint32_t group);
-    void commit();
+    void commit() { pending.clear(); }
     void rollback();
 
     // calls f(group) for the complete groups below n_kv, ascending, that are not sealed, until it returns false
@@ -96,7 +96,7 @@ struct llama_sparse_shadow {
 
     bool is_prompt (uint32_t stream, uint32_t cell) const { return prompt[stream][cell] != 0; }
     void set_prompt(uint32_t stream, const std::vector<uint32_t> & cells, const int8_t * output); // nullptr: it is not known, so no
-    void copy_prompt(uint32_t from, uint32_t to);
+    void copy_prompt(uint32_t from, uint32_t to) { prompt[to] = prompt[from]; }
 
     llama_sparse_pages pages; // of documents, where K and V lie
 

@@ -4,7 +4,6 @@
 
 #include "sparse-codes.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -417,10 +416,6 @@ int32_t llama_sparse_spec::topk_for(int32_t il, int32_t n_pos, const std::vector
 
 int32_t llama_sparse_spec::cap_for(int32_t k, int32_t n_pos) const {
     return (int32_t) std::min<double>(std::ceil(k*cap), std::max(n_pos, 1));
-}
-
-int32_t llama_sparse_spec::local_for(int32_t k) const {
-    return local >= 0 ? local : std::max(k/4, 1);
 }
 
 // n_kv is the number of cells in use, rounded up; min_ctx is rounded in the same way, so that no shorter context is ever sparse

@@ -2,6 +2,7 @@
 
 // The parsed form of a spec, a line of text; llama-sparse.h describes the keys. Knows nothing of llama.cpp.
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -83,7 +84,7 @@ struct llama_sparse_spec {
 
     int32_t cap_for(int32_t k, int32_t n_pos) const; // most positions of a head
 
-    int32_t local_for(int32_t k) const;
+    int32_t local_for(int32_t k) const { return local >= 0 ? local : std::max(k/4, 1); }
 
     bool is_short(uint32_t n_kv) const; // is attention over so many cells exact?
 };

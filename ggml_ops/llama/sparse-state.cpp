@@ -1,7 +1,6 @@
 #include "sparse-state.h"
 
 #include "llama-impl.h"
-#include "sparse-cache.h"
 
 #include <algorithm>
 #include <functional>
@@ -38,16 +37,6 @@ llama_sparse_state::counts llama_sparse_state::read_stats() const {
     return sum;
 }
 
-llama_sparse_state::counts llama_sparse_state::recent_stats() {
-    const bool away = std::any_of(all_stats.begin(), all_stats.end(), [](const auto & x) { return llama_sparse_is_worker(x.first); });
-    const int64_t now = ggml_time_us();
-    if (!away || now - recent_at > 1000000) {
-        recent    = read_stats();
-        recent_at = now;
-    }
-    return recent;
-}
-
 // at the end of a context: what was asked for and what ran. Not one sparse call is worth a warning: nobody else says it in the programs
 // of llama.cpp
 llama_sparse_state::~llama_sparse_state() {
@@ -75,8 +64,7 @@ void llama_sparse_state::reset_counters() {
     for (const auto & [_, s] : all_stats) {
         ggml_backend_buffer_clear(s.buf.get(), 0);
     }
-    recent_at = 0;
-    n_steps   = 0;
+    n_steps    = 0;
     n_verified = 0;
     n_stock.clear();
 }

@@ -50,7 +50,6 @@ struct llama_sparse_state {
 
     // counters: the ops add to stats when they run; attention left to llama.cpp is counted here, by reason
     uint64_t n_steps = 0, n_verified = 0; // decoded tokens, and those of them that came several at once
-    int64_t  n_waiting = 0; // complete groups that are not sealed after the last graph, in the stream with most of them
     std::map<std::string, uint64_t> n_stock;
 
     ~llama_sparse_state(); // logs the counters
@@ -66,7 +65,6 @@ struct llama_sparse_state {
     using counts = std::array<int64_t, GGML_SPARSE_STAT_COUNT>;
     counts read_stats(ggml_backend_dev_t dev) const;
     counts read_stats() const; // the sum over all devices
-    counts recent_stats(); // the same; from workers, each of which takes a round trip, at most once in a second
 
     template <typename F>
     void for_each_device(F f) const {
@@ -84,8 +82,6 @@ private:
         ggml_tensor           * t = nullptr;
     };
     std::map<ggml_backend_dev_t, stats_tensor> all_stats;
-    counts  recent    = {};
-    int64_t recent_at = 0; // us
 };
 
 // of a context, see llama_sparse_shadow

@@ -16,7 +16,7 @@ A model is loaded once, and makes as many sessions as the memory allows:
 Nothing here compiles: `sparq-cpp build` has to have built the library.
 """
 
-from pyorch.engine.attention import info, measure_mass, reset_counters, seal, set_attention
+from pyorch.engine.attention import info, measure_mass, reset_counters, set_attention
 from pyorch.engine.c_functions import AttentionInfo
 from pyorch.engine.decoding import align, decode, logits, prefill, rewind
 from pyorch.engine.document import (

@@ -62,21 +62,6 @@ def reset_counters(session: Session) -> None:
         c_functions.function(session.lib, name, None, ctypes.c_void_p)(session.ctx)
 
 
-def seal(session: Session) -> int:
-    """Bring the transposed K up to date now, not with the next token.
-
-    Returns the number of groups of positions sealed, summed over layers; 0 without a transposed K.
-
-    Raises:
-        SparqError: the library failed, or is a stock library.
-    """
-    name = "llama_sparse_attn_seal"
-    n = c_functions.function(session.lib, name, ctypes.c_int64, ctypes.c_void_p)(session.ctx)
-    if n < 0:
-        raise SparqError("the transposed K could not be brought up to date")
-    return int(n)
-
-
 def measure_mass(session: Session, work: Callable[[], T]) -> tuple[T, list[float]]:
     """Do `work`, and measure the share of the true attention that what it decodes reads, which
     ggml_ops/llama/llama-sparse.h explains. Decoding takes longer meanwhile.

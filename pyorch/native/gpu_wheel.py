@@ -145,7 +145,8 @@ def _vulkan() -> Recipe:
             shutil.copytree(original, headers / name, dirs_exist_ok=True)
         system = zig.target.system
         code, library = tree / "libvulkan.c", tree / carried_gpu.LOADERS[system.name]
-        code.write_text("\n".join(f"void vk{name}(void) {{}}" for name in _VK), "utf-8")
+        export = "__attribute__((dllexport))"  # and nothing of the C library, on Windows
+        code.write_text("\n".join(f"{export} void vk{name}(void) {{}}" for name in _VK), "utf-8")
         named = system.named.format(name=library.name, path=library)
         zig.run(["cc", "-shared", named, str(code), "-o", str(library)])
         linked = f"{library}{system.linked}"

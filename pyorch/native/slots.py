@@ -69,7 +69,7 @@ def source_of(t: Tensor, name: str) -> Tensor | None:
 STATS = (
     *("attend_sparse", "attend_dense", "pos_visible", "pos_read"),
     *("bytes_score", "bytes_attend", "bytes_dense", "groups_sealed"),
-    *("prefill", "prefill_fast"),
+    *("prefill", "prefill_fast", "cut_passes"),
 )
 
 

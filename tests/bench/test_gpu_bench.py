@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import fake_device
+import numpy as np
 import pytest
+import tiny
+from click.testing import CliRunner
 
-from bench import plot
-from bench.gpu import kernels, tokens
+from bench.gpu import kernels, nodes, real, tokens
 from pyorch import paths
 from pyorch.attention.spec import parse_spec
 from pyorch.engine.library import Library
@@ -19,15 +21,19 @@ from pyorch.measure import records
 from pyorch.measure.room import Synthetic
 
 
-def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
+def test_quick_run(model: Path, native_lib_dir: Path, tmp_path: Path) -> None:
     """Every case that needs no torch is measured."""
     library = fake_device.build(tmp_path, native_lib_dir)
     argv = [sys.executable, "-m", "bench", "gpu_attention", "--quick", "--device", library]
+    (text := tmp_path / "text.txt").write_text(tiny.text_of(600))
+    argv += ["--real", model, text]
     subprocess.run([*argv, "--out", tmp_path], check=True, timeout=600, cwd=paths.REPOSITORY)
     recs = records.load_all(tmp_path / kernels.FILE)
-    methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"] * 2 + ["sparq q4"] * 4
-    assert [r["case"]["method"] for r in recs] == methods
-    assert [r["case"].get("tail", 0) for r in recs[8:]] == [1, 7, 1, 7]
+    methods = ["ggml flash", "sparq f16", "sparq q8", "sparq q4"]
+    assert [r["case"]["method"] for r in recs] == methods * 2 + ["sparq q4"] * 4 + methods
+    assert [r["case"].get("tail", 0) for r in recs[8:12]] == [1, 7, 1, 7]
+    assert {r["case"]["positions"] for r in recs if "real" in r["case"]} == {512}
+    assert all(("passes" in r) == r["case"]["method"].startswith("sparq") for r in recs)
     assert recs[7]["bytes_read"] < recs[10]["bytes_read"] < recs[11]["bytes_read"]
     for rec in recs[:8]:
         assert len(rec["samples_ns"]) >= 10 and rec["device"] == "FAKE0"
@@ -37,20 +43,15 @@ def test_quick_run(native_lib_dir: Path, tmp_path: Path) -> None:
     assert "| batch  2 heads 4/4 S    768 sparq q4 |" in (tmp_path / "gpu_attention.md").read_text()
 
 
-@pytest.mark.parametrize("machine", ["nvidia-h100", "nvidia-h200"])
-def test_tokens_are_compared_with_off_of_their_turns(machine: str, tmp_path: Path) -> None:
-    """Also in records from before there were runs, those of the H200; what has none is left out."""
-    folder = plot.HERE / "results" / f"{machine}-intel-xeon-16-cores"
-    recs = records.load_all(folder / tokens.FILE)
-    factors = [line.split(" | ")[-1] for line in tokens.table(recs).splitlines()[2:]]
-    is_off = [rec["case"]["spec"] == "off" for rec in recs]
-    assert {x for x, off in zip(factors, is_off, strict=True) if off} == {"1.00x |"}
-    assert {f"{r['speedup']:.2f}x |" for r in tokens.data(folder)} <= set(factors)
-    for rec in (ours := [r for r, off in zip(recs, is_off, strict=True) if not off]):
-        records.append(tmp_path / tokens.FILE, rec)
-    assert tokens.table(ours).count("| - |") == len(ours)
-    with pytest.raises(SparqError, match="no records of .* on a GPU"):
-        tokens.data(tmp_path)
+@pytest.mark.usefixtures("native_lib_dir")
+def test_rows_of_a_model_are_in_the_order_of_positions(model: Path) -> None:
+    text = tiny.text_of(600)
+    long, short = (real.read(model, part, 0) for part in (text, text[:300]))
+    for (q, *of_long), (_, *of_short) in zip(long, short, strict=True):
+        assert q.shape[0] == 1 and q.shape[2] == of_long[0].shape[2]
+        for a, b in zip(of_long, of_short, strict=True):
+            assert (len(a), len(b)) == (512, 256) and np.allclose(a[:256], b, atol=0.1)
+            assert not np.allclose(a[1:257], b, atol=0.5)
 
 
 @pytest.mark.usefixtures("native_lib_dir")
@@ -70,3 +71,28 @@ def test_tokens_of_our_dense_attention_are_timed(
     assert [len(r["samples_ns"]) for r in measured("dense")] == [6, 6]
     with pytest.raises(SparqError, match="not every layer was sparse"):
         measured("sparq,ratio=1/8,min_ctx=4096")
+
+
+CSV = """Processing [nodes-dense.sqlite] with [cuda_gpu_kern_sum.py]...
+
+Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name
+"""
+
+
+def test_launches_of_a_layer(tmp_path: Path) -> None:
+    """What both attentions launch is taken from the sparse one's. Names have commas."""
+    n, m = nodes.DENSE * 32, (nodes.DENSE + nodes.SPARSE) * 32
+    line = '9.0,{},{},1.0,1.0,1,9,0.5,"{}"\n'.format
+    flash, product = line(n * 9000, n, "flash"), "mul_mat<(int)2, (bool)1>"
+    (dense := tmp_path / "dense.csv").write_text(CSV + line(n * 7000, 2 * n, product) + flash)
+    both = line(m * 7000, 2 * m, product) + flash + line((m - n) * 5000, m - n, "layer")
+    (file := tmp_path / "both.csv").write_text(CSV + both)
+    assert CliRunner().invoke(nodes.command, [str(dense), str(file)]).output.splitlines()[2:] == [
+        "| all | 3.00 | 16.00 | 3.00 | 12.00 |",
+        "| flash | 1.00 | 9.00 | 0.00 | 0.00 |",
+        f"| {product} | 2.00 | 7.00 | 2.00 | 7.00 |",
+        "| layer | 0.00 | 0.00 | 1.00 | 5.00 |",
+    ]
+    file.write_text(CSV)
+    with pytest.raises(SparqError, match="both.csv"):
+        nodes.read(file)

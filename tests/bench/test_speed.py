@@ -95,7 +95,7 @@ def test_where_layers_lie_is_recorded_and_arrives_where_the_model_is_loaded(
 
 
 def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> None:
-    """And no other case has a new key, or takes no turns with it."""
+    """And no other case has a new key."""
     path = tmp_path / "m.gguf"
     path.write_bytes(model.read_bytes())
     result = {"ratio": 0.125, "shadow": "q4", "time": "1", "calibrated": {"k_layers": "64:128"}}
@@ -112,10 +112,6 @@ def test_another_calibration_is_another_case(model: Path, tmp_path: Path) -> Non
     *others, ours, plain = zip(*cases, strict=True)
     assert [c["spec"] for c in ours] == ["sparq,ratio=1/8,budget=calibrated"] * 3
     assert all(c == same[0] and "calibration" not in c for same in (*others, plain) for c in same)
-    recs = [dict(record(c, ms=5, kv=10), case=records.case_of(c), run="new") for c in group]
-    assert [r["speedup"] for r in speed.rows(recs)] == [1] * 4
-    older = [dict(rec, case=case, run="old") for rec, case in zip(recs, cases[0], strict=True)]
-    assert records.latest(older + recs) == recs
 
 
 @pytest.mark.parametrize(

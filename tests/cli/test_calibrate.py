@@ -33,7 +33,6 @@ RESULT = {
     "calibrated": FOUND,
     "top-p": {**FOUND, "top_p": 0.99, "cap": 1.5},
 }
-RECORDS = Path(__file__).parents[2] / "bench" / "results" / "amd-epyc-2-cores" / "calibrated"
 
 
 @pytest.fixture
@@ -239,18 +238,6 @@ def test_results_are_found_again(model: Path) -> None:
     saved.save(model, {**RESULT, "ratio": 1 / 16, "calibrated": {"top_q": 0.5}})
     with pytest.raises(SparqError, match="top_q"):  # it is not left out quietly
         saved.resolve(parse_spec("sparq,ratio=1/16,calibrated"), model)
-
-
-@pytest.mark.parametrize("file", sorted(RECORDS.glob("*.json")), ids=lambda f: f.name[:8])
-def test_results_of_earlier_versions_are_read(file: Path) -> None:
-    for result in json.loads(file.read_text("utf-8"))["results"]:
-        for budget in ("calibrated", "top-p"):
-            spec = AttentionSpec("sparq", ratio=result["ratio"], budget=budget)
-            out = saved.applied(result[budget], spec)
-            settings = result[budget]
-            assert out.budget == "uniform" and out.top_p == settings.get("top_p", 1)
-            n_layer = len(settings["k_layers"].split(":")) if "k_layers" in settings else 0
-            assert len(out.k_layers or ()) == len(out.rank_layers or ()) == n_layer
 
 
 def test_a_folder_that_cannot_be_written(

@@ -18,7 +18,7 @@ import pytest
 import test_quant
 from cases import Case
 from ggml_ctypes import ScoreParams, ScoreSelectParams, SelectParams
-from graphs import sparse_run
+from graphs import Sources, sparse_run, whole
 from test_mixed_kinds import CASES as MIXED
 from test_mixed_kinds import test_mixed_batch as check_mixed_batch
 
@@ -115,6 +115,16 @@ CUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 def test_cuts_that_are_hard_to_find(kind: str, heads: tuple[int, int], ggml) -> None:
     logits = CUTS[kind](np.random.default_rng(7), 3000)
     check(ggml, with_logits(heads, logits.astype(np.float16)), 4)
+
+
+@pytest.mark.parametrize(("kind", "some"), [("close together", True), (None, False)])
+def test_passes_over_the_keys_are_counted(kind: str | None, some: bool, ggml) -> None:
+    rng = np.random.default_rng(7)
+    logits = CUTS[kind](rng, 3000) if kind else rng.standard_normal(3000)
+    with ggml.graph() as g:
+        s = Sources(with_logits((2, 2), logits.astype(np.float16)), g)
+        g.compute(whole(s))
+        assert (s.stats_read()["cut_passes"] > 0) == some
 
 
 def test_k_is_what_the_bins_hold(ggml) -> None:

@@ -217,9 +217,8 @@ def test_a_sequence_may_repeat_what_all_have(model: Model) -> None:
         ctx.set_sequence(1, "sparq,ratio=1")  # which selects nothing
         assert ctx.info(1)["spec"] == "sparq,ratio=1,min_ctx=0,prompt=f32"
         ctx.set_sequence(1, "dense,prompt=f32")
-        for text, name in (("cap=2", "cap"), ("prompt=fast", "prompt"), ("top_p=1", "top_p")):
-            with pytest.raises(SpecError, match=f"^{name} is the same for all"):
-                ctx.set_sequence(1, f"sparq,{text}")
+        with pytest.raises(SpecError, match="^cap is the same for all"):
+            ctx.set_sequence(1, "sparq,cap=2")
 
 
 def test_a_context_without_sparse_attention(model: Model) -> None:

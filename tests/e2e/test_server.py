@@ -212,7 +212,7 @@ def test_settings_and_metrics(url: str) -> None:
     assert more[by.format("prompt")] > 500
     assert more["sparq:decoded_tokens_total"] == 2 * calls / N_LAYER
     assert 0 < more["sparq:bytes_read_total"] < more["sparq:bytes_dense_total"]
-    assert after["sparq:shadow_bytes"] > 0 <= after["sparq:groups_waiting"] < 16
+    assert after["sparq:shadow_bytes"] > 0
     assert [s["id"] for s in ask(f"{url}/slots")] == list(range(N_SLOT))
 
 

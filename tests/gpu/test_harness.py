@@ -22,9 +22,3 @@ def test_steps_run_there(case: cases.Case, fake: DeviceGgml) -> None:
     before = fake.n_computed
     check_steps(case, fake)
     assert fake.n_computed == before + 7
-
-
-def test_a_refusal_skips(fake: DeviceGgml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_REFUSE", "2")
-    with pytest.raises(pytest.skip.Exception, match="sub-operation 2"):
-        check_steps(cases.TYPICAL[0], fake)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fakes import write
 
-from pyorch import native
+from pyorch import native, system
 from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.native import build, carried, carried_gpu, cmake, cuda, devices, probe, smoke
@@ -77,8 +77,13 @@ both = pytest.mark.parametrize(
 
 
 @both
-def test_it_is_used_where_a_gpu_is(cpu: Path, tried: list[str], name: str, run: Run) -> None:
-    folder = native.built()
+def test_it_is_used_where_a_gpu_is(
+    cpu: Path, tried: list[str], name: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(system, "IS_WINDOWS", name == "vulkan")  # where it is copied
+        folder = native.built()
+    assert (folder / f"libggml-{name}.so").is_symlink() == (name == "cuda")
     assert native.find(tools=("llama-server",)) == folder and tried == [f"with {name}"]
     assert (folder / "libllama.so").read_text() == "CPU"
     assert (folder / f"libggml-{name}.so").read_text() == "backend"

@@ -11,8 +11,7 @@ from fakes import write
 from pyorch.models import memory
 from pyorch.native import cgroup, probe
 
-V2 = "30 23 0:26 / {top} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
-V1 = "33 31 0:30 {root} {top}/{name} rw,relatime - cgroup cgroup rw,{name}\n"
+V2 = "30 23 0:26 {root} {top} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
 class Machine:
@@ -44,8 +43,8 @@ def stat(**values: int) -> str:
 
 
 def test_a_unit_whose_slice_has_the_limit(machine: Machine) -> None:
-    """Version 2: `MemoryMax=` and `CPUQuota=` of the slice hold for its units too."""
-    machine.is_in("0::/user.slice/job.service\n", V2.format(top=machine.top))
+    """`MemoryMax=` and `CPUQuota=` of the slice hold for its units too."""
+    machine.is_in("0::/user.slice/job.service\n", V2.format(root="/", top=machine.top))
     files = stat(anon=5, active_file=200, inactive_file=100)
     machine.group("user.slice/job.service", memory__max="max", cpu__max="max 100000")
     high = {"memory__max": 1000, "memory__high": "max", "memory__stat": files}
@@ -67,35 +66,25 @@ def test_a_unit_whose_slice_has_the_limit(machine: Machine) -> None:
         ("/docker/abc", "/elsewhere"),  # it was moved after the mount
     ],
 )
-def test_a_container_of_version_1(machine: Machine, root: str, path: str) -> None:
-    names = ("memory", "cpu,cpuacct")
-    machine.is_in(
-        "".join(f"{i}:{name}:{path}\n" for i, name in enumerate(names, 2)) + "0::/\n",
-        "".join(V1.format(root=root, top=machine.top, name=n) for n in names),
-    )
-    machine.group(
-        "memory",
-        memory__limit_in_bytes=1000,
-        memory__usage_in_bytes=800,
-        memory__stat=stat(total_active_file=50, total_inactive_file=150, inactive_file=1),
-    )
-    machine.group("cpu,cpuacct", cpu__cfs_quota_us=50000, cpu__cfs_period_us=100000)
-    none = {"memory__limit_in_bytes": 9223372036854771712, "memory__usage_in_bytes": 1}
-    machine.group("memory/inner", **none, memory__stat="")
-    machine.group("cpu,cpuacct/inner", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+def test_a_container(machine: Machine, root: str, path: str) -> None:
+    machine.is_in(f"1:cpu:/\n0::{path}\n", V2.format(root=root, top=machine.top))
+    files = stat(active_file=50, inactive_file=150, anon=1)
+    limits = {"memory__max": 1000, "memory__stat": files, "cpu__max": "50000 100000"}
+    machine.group("", **limits, memory__current=800)
+    machine.group("inner", memory__max="max", memory__current=1, memory__stat="", cpu__max="max 1")
     assert machine.limits() == (1000, 400, 0.5)
 
 
 def test_no_limit(machine: Machine) -> None:
     assert machine.limits() == (None, None, None)  # no such files, as on macOS
-    machine.is_in("0::/\n", V2.format(top=machine.top))
+    machine.is_in("0::/\n", V2.format(root="/", top=machine.top))
     machine.group("", memory__max="max", cpu__max="max 100000")
     assert machine.limits() == (None, None, None)
 
 
 def test_a_path_with_blanks(machine: Machine) -> None:
     machine.top = machine.top.with_name("a b")
-    machine.is_in("0::/\n", V2.format(top=str(machine.top).replace(" ", r"\040")))
+    machine.is_in("0::/\n", V2.format(root="/", top=str(machine.top).replace(" ", r"\040")))
     machine.group("", cpu__max="25000 100000")
     assert cgroup.cpus(machine.proc) == 0.25
 

@@ -125,6 +125,7 @@ def check_stats(data: cases.Data, chosen: Selection, stats: dict[str, int]) -> N
         "groups_sealed": 0,
         "prefill": 0,
         "prefill_fast": 0,
+        "cut_passes": 0,
     }
 
 
