@@ -376,7 +376,7 @@ bool run_layer(ggml_backend_cuda_context & ctx, const ggml_tensor * score_select
     a.n_lane      = d <= 64 ? 8 : d <= 128 ? 16 : 32;
     const bool fits = cc >= 900 && cc < 0x10000 && src.k_t && src.q == other.q && src.k == other.k && src.mask == other.mask &&
             (!a.attend.mean_v || (src.sealed == other.sealed && p.select.rest)) && !is_top_p(p.select) && a.n_forced <= a.topk_max &&
-            a.score.n_group_q <= LAYER_HEADS;
+            a.score.n_group_q <= LAYER_HEADS && a.score.n_grp <= N_STATE;
     if (!fits) {
         return false;
     }
@@ -404,7 +404,6 @@ bool is_on_host(const ggml_tensor * t) { return t && t->buffer && ggml_backend_b
 constexpr int64_t GRID_MAX = 65535;   // blocks along y and z
 constexpr int64_t N_KV_MAX = 1 << 30; // cells are numbered in 32 bits, with room for a stride
 constexpr int64_t N_SELECT_MAX = LIST_MAX*LIST_KEYS; // positions that lists have room for
-static_assert(N_SELECT_MAX <= (int64_t) N_STATE*GROUP, "states have room for them, too");
 
 } // namespace
 
@@ -467,6 +466,7 @@ bool ggml_cuda_sparse_attn_supported(const ggml_tensor * dst, int cc) {
         case GGML_SPARSE_ATTN_VISIBLE:
             return dst->ne[1] <= GRID_MAX && dst->ne[3] <= GRID_MAX;
         case GGML_SPARSE_ATTN_SCORE:
+            return is_qk() && (!src.k_t || is_shadow(src.k_t, src.k_range));
         case GGML_SPARSE_ATTN_SCORE_SELECT:
             return is_qk() && k->ne[2] <= N_SELECT_MAX && (!src.k_t || is_shadow(src.k_t, src.k_range));
         case GGML_SPARSE_ATTN_SELECT: {

@@ -21,7 +21,7 @@ struct score_args : node_args {
     }
 };
 
-// groups of a head at most: their states are copied to shared memory, a bit each
+// groups whose states are copied to shared memory, a bit each; where there are more, they are read from the cache
 constexpr int N_STATE = 16384;
 
 // NT: threads of the block, one per component at least
@@ -49,15 +49,17 @@ struct alignas(16) score_shared {
     int64_t  bytes[N_WARP];         // what a warp had to read; the first pass counts
 };
 
-// which groups of the stream are sealed for token i -> m.sealed; all threads of the block. Ends at a barrier
+// which groups of the stream are sealed for token i -> m.sealed, if they are few enough; all threads of the block. Ends at a barrier
 template <int N_BIT, int GB, int NT>
 __device__ __forceinline__ void copy_states(score_shared<N_BIT, GB, NT> & m, const int32_t * sealed, int64_t n_grp, int64_t i) {
-    const int n = ((int) n_grp + NT - 1)/NT*NT;
+    if (n_grp <= N_STATE) {
+        const int n = ((int) n_grp + NT - 1)/NT*NT;
 #pragma unroll 4
-    for (int g = threadIdx.x; g < n; g += NT) {
-        const unsigned bits = __ballot_sync(ALL, g < n_grp && ggml_sparse_is_sealed(sealed[g], i));
-        if (threadIdx.x % 32 == 0) {
-            m.sealed[g/32] = bits;
+        for (int g = threadIdx.x; g < n; g += NT) {
+            const unsigned bits = __ballot_sync(ALL, g < n_grp && ggml_sparse_is_sealed(sealed[g], i));
+            if (threadIdx.x % 32 == 0) {
+                m.sealed[g/32] = bits;
+            }
         }
     }
     __syncthreads();
@@ -72,8 +74,10 @@ struct spread_ranges {
 
     // c < a.d, or nothing is read; after copy_states()
     template <int N_BIT, int GB, int NT>
-    __device__ __forceinline__ void load(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t s) {
-        const auto is_sealed = [&](int g) { return (m.sealed[g/32] >> g % 32 & 1) != 0; };
+    __device__ __forceinline__ void load(const score_shared<N_BIT, GB, NT> & m, const score_args & a, int64_t h_kv, int c, int64_t i, int64_t s) {
+        const bool few = a.n_grp <= N_STATE;
+        const int32_t * states = a.sealed + s*a.n_grp;
+        const auto is_sealed = [&](int g) { return few ? (m.sealed[g/32] >> g % 32 & 1) != 0 : ggml_sparse_is_sealed(states[g], i); };
         n_sealed = (int) ggml_sparse_sealed_groups((int) a.n_kv, is_sealed);
         known    = 0;
 #pragma unroll
@@ -180,7 +184,7 @@ __device__ __forceinline__ int choose_components(
     const bool in = c < d;
     spread_ranges ranges;
     if (ggml_sparse_has_codes(N_BIT)) {
-        ranges.load(m, a, h_kv, c, s);
+        ranges.load(m, a, h_kv, c, i, s);
     }
     const float size = weigh_components(m, a, ranges, h_kv, h0, i, s);
     const int n_comp = min(__syncthreads_count(in && size == size), a.rank_of(i, s)); // NaN is never kept

@@ -209,27 +209,39 @@ __device__ __forceinline__ void unpack_f16(float (&x)[8], uint4 raw) {
 //   the only place that knows the types. Blocks have 32 elements: q8_0 a f16 scale and 32 codes, q4_0 a scale and 16 bytes, element i < 16 in
 //   the low half of byte i, the others in the high halves; value = scale*(code - 8)
 __device__ __forceinline__ void load8(float (&x)[8], int type, const char * row, int c, int d) {
-    const int size = type == GGML_TYPE_F32 ? 4 : 2;
-    const char * p = row + c*size;
-    if (type == GGML_TYPE_F16 || type == GGML_TYPE_BF16 || type == GGML_TYPE_F32) {
-        const bool is_vector = c + 8 <= d && ((uintptr_t) p & 15) == 0;
-        for (int j = 0; j < 8 && !is_vector; ++j) {
-            x[j] = c + j >= d ? 0.0f : type == GGML_TYPE_F32 ? ((const float *) p)[j] : type == GGML_TYPE_F16 ? f16_value(((const uint16_t *) p)[j]) :
-                    __uint_as_float((unsigned) ((const uint16_t *) p)[j] << 16);
-        }
-        if (is_vector && type == GGML_TYPE_F16) {
+    if (type == GGML_TYPE_F16) {
+        const char * p = row + c*2;
+        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
             unpack_f16(x, *(const uint4 *) p);
-        } else if (is_vector && type == GGML_TYPE_BF16) {
+            return;
+        }
+        for (int j = 0; j < 8; ++j) {
+            x[j] = c + j < d ? f16_value(((const uint16_t *) p)[j]) : 0.0f;
+        }
+    } else if (type == GGML_TYPE_BF16) {
+        const char * p = row + c*2;
+        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
             const uint4 raw = *(const uint4 *) p;
             const unsigned w[4] = { raw.x, raw.y, raw.z, raw.w };
             for (int j = 0; j < 4; ++j) {
                 x[2*j]     = __uint_as_float(w[j] << 16);
                 x[2*j + 1] = __uint_as_float(w[j] & 0xFFFF0000u);
             }
-        } else if (is_vector) {
+            return;
+        }
+        for (int j = 0; j < 8; ++j) {
+            x[j] = c + j < d ? __uint_as_float((unsigned) ((const uint16_t *) p)[j] << 16) : 0.0f;
+        }
+    } else if (type == GGML_TYPE_F32) {
+        const float * p = (const float *) row + c;
+        if (c + 8 <= d && ((uintptr_t) p & 15) == 0) {
             const float4 a = ((const float4 *) p)[0], b = ((const float4 *) p)[1];
             x[0] = a.x; x[1] = a.y; x[2] = a.z; x[3] = a.w;
             x[4] = b.x; x[5] = b.y; x[6] = b.z; x[7] = b.w;
+            return;
+        }
+        for (int j = 0; j < 8; ++j) {
+            x[j] = c + j < d ? p[j] : 0.0f;
         }
     } else if (type == GGML_TYPE_Q8_0) {
         const uint16_t * block = (const uint16_t *) (row + c/32*34); // only this aligned
