@@ -7,35 +7,10 @@
 
 #include "common.cuh"
 #include "ggml-sparse.h"
+#include "sparse-switches.cuh"
 
 #include <cfloat>
 #include <cstdint>
-
-// Experiments, each a -D of its own, and off until a device has timed it. tests/cuda/test_races.py holds them to the same results
-#ifndef SPARQ_EARLY
-#define SPARQ_EARLY 0   // 1: what there is to see is read before the kernel in front is through, but in the first layer; 2: always
-#endif
-#ifndef SPARQ_HEADS_8
-#define SPARQ_HEADS_8 0 // 1: with more than four query heads per KV head, codes and rows are read once for eight
-#endif
-#ifndef SPARQ_SINGLE
-#define SPARQ_SINGLE 0  // 1: a cluster of one block has the barriers of a block
-#endif
-#ifndef SPARQ_FENCE
-#define SPARQ_FENCE 0   // 1: barriers that order shared memory alone do not wait for global memory (CUDA 12.8)
-#endif
-#ifndef SPARQ_SMEM_KEYS
-#define SPARQ_SMEM_KEYS 0 // 1: what is ranked, and the lists of what is selected, are in the shared memory of the block that owns them
-#endif
-#ifndef SPARQ_DSMEM_FINISH
-#define SPARQ_DSMEM_FINISH 0 // 1: blocks read the others' states and sums of V from shared memory
-#endif
-#ifndef SPARQ_PIPE_SCAN
-#define SPARQ_PIPE_SCAN 0 // 1: codes are asked for before those in front of them are worked on, and ranges four at a time
-#endif
-#ifndef SPARQ_PIPE_ROWS
-#define SPARQ_PIPE_ROWS 0 // 1: rows are asked for before those in front of them are worked on
-#endif
 
 #ifndef SPARQ_LAUNCH // the emulation of tests/cuda has its own
 #include <map>
@@ -97,8 +72,7 @@ struct cluster_launch {
     cluster_launch(const cluster_launch &) = delete;
 };
 
-// How many clusters of this kernel run at once on the current device; 0 if it cannot run, as where the library has no code for Hopper. n_most: the most
-// shared memory that the kernel is ever launched with
+// How many clusters of this kernel run at once on the current device; 0: none, as without code for Hopper. n_most: the most shared memory of any launch
 template <typename K>
 int max_clusters(K kernel, int n_cluster, size_t n_shared, size_t n_most) {
     static std::mutex mutex;

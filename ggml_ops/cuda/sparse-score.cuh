@@ -192,8 +192,9 @@ __device__ __forceinline__ void scan_codes(
         }
 #pragma unroll
         for (int b = 0; b < N; b += 4) {
-            add_codes<N_BIT>(sum, raw + b, [&](int h) { return *(const int *) &m.w0[w][slot][h][i0 + b]; },
-                    [&](int h) { return N_BIT == 8 ? *(const int *) &m.w1[w][slot][h][i0 + b] : 0; });
+            const auto w0 = [&](int h) { return *(const int *) &m.w0[w][slot][h][i0 + b]; };
+            const auto w1 = [&](int h) { return N_BIT == 8 ? *(const int *) &m.w1[w][slot][h][i0 + b] : 0; };
+            add_codes<N_BIT>(sum, raw + b, w0, w1);
             if (SPARQ_PIPE_SCAN && i0 + N < n_comp) {
                 load(i0 + N, b, b + 4);
             }
