@@ -9,15 +9,19 @@
 
 namespace sparse_cuda {
 
-struct attend_args : node_args {
-    view v, v_sum, visible;
+struct attend_args {
+    view q, k, v, mask, v_sum;
+    view visible;
     const int32_t * sel;                // [row][n_head_kv][ld_sel] or NULL: all positions
+    const int32_t * sealed;             // [n_stream][n_grp], with mean_v
     const float   * sink_logits;        // [n_head] or NULL
     float * state;                      // [row][n_head][n_grid][ATTEND_STATE + d_v], or NULL with one split: straight to res
     float * mean;                       // [row][n_head_kv][d_v], with mean_v
     float * res;                        // [row][n_head*d_v], rows ld_res floats apart
-    int64_t ld_res;
-    int     d_k, d_v, ld_sel, n_split_sel, n_split_all, n_grid, row_v, mean_v;
+    unsigned long long * stats;
+    int64_t n_kv, n_grp, ld_res;
+    int     n_head, n_head_kv, n_group_q, n_tok, n_row, d_k, d_v, ld_sel, n_split_sel, n_split_all, n_grid, n_log2, n_pass, row_k, row_v, mean_v;
+    float   scale, softcap, max_bias;
 };
 
 constexpr int ATTEND_TILE  = 64; // positions

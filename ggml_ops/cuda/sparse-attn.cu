@@ -44,6 +44,9 @@ int n_log2(int n) {
 
 int n_sm(const ggml_backend_cuda_context & ctx) { return ggml_cuda_info().devices[ctx.device].nsm; }
 
+// query heads of a KV head that a block works on at a time: 1, 4 or 8
+int heads_per_pass(int n_group_q) { return n_group_q == 1 ? 1 : n_group_q <= 4 ? 4 : 8; }
+
 // do all rows begin at multiples of 16 bytes?
 bool is_aligned(const ggml_tensor * t) {
     return (uintptr_t) t->data % 16 == 0 && t->nb[1] % 16 == 0 && t->nb[2] % 16 == 0 && t->nb[3] % 16 == 0;
@@ -83,78 +86,74 @@ void op_visible(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
 
 // ---- SCORE, SELECT, SCORE_SELECT ----
 
-template <typename P>
-void fill(node_args & a, const ggml_sparse_src & src, const P & p) {
-    a.q         = make_view(src.q);
-    a.k         = make_view(src.k);
-    a.mask      = make_view(src.mask);
-    a.sealed    = data_of<const int32_t>(src.sealed);
-    a.stats     = data_of<unsigned long long>(src.stats);
-    a.n_kv      = src.k->ne[2];
-    a.n_grp     = ggml_sparse_n_groups(a.n_kv);
-    a.n_head    = (int) src.q->ne[1];
-    a.n_head_kv = (int) src.k->ne[1];
-    a.n_group_q = a.n_head/a.n_head_kv;
-    a.n_tok     = (int) src.q->ne[2];
-    a.n_row     = (int) (src.q->ne[2]*src.q->ne[3]);
-    a.n_log2    = n_log2(a.n_head);
-    a.row_k     = (int) ggml_row_size(src.k->type, src.k->ne[0]);
-    a.scale     = p.scale;
-    a.softcap   = p.softcap;
-    a.max_bias  = p.max_bias;
-}
-
 // dst: SCORE or SCORE_SELECT
 score_args make_score(const ggml_tensor * dst) {
     const auto src = ggml_sparse_src_of(dst);
     const auto p   = ggml_sparse_score_params_of(dst);
 
     score_args a = {};
-    fill(a, src, p);
+    a.q         = make_view(src.q);
+    a.k         = make_view(src.k);
     a.k_t       = make_view(src.k_t);
     a.k_range   = make_view(src.k_range);
+    a.mask      = make_view(src.mask);
     a.kl        = src.wanted ? make_view(src.wanted, ggml_sparse_select_params_of(dst).i_k) : view {};
     a.ranks     = p.i_rank > 0 ? make_view(src.wanted, p.i_rank) : view {};
+    a.sealed    = data_of<const int32_t>(src.sealed);
+    a.stats     = data_of<unsigned long long>(src.stats);
+    a.n_kv      = src.k->ne[2];
+    a.n_grp     = ggml_sparse_n_groups(a.n_kv);
     a.n_run     = ceil_div(a.n_kv, RUN);
     a.n_pos_t   = src.k_t ? std::min(a.n_kv, src.k_t->ne[0]) : 0; // in f16 it may lack an incomplete group
+    a.n_head    = (int) src.q->ne[1];
+    a.n_head_kv = (int) src.k->ne[1];
+    a.n_group_q = a.n_head/a.n_head_kv;
+    a.n_tok     = (int) src.q->ne[2];
     a.d         = (int) src.k->ne[0];
     a.rank      = p.rank;
     a.n_rot     = src.k_t ? p.n_rot : 0;
+    a.n_log2    = n_log2(a.n_head);
+    a.row_bytes = (int) ggml_row_size(src.k->type, src.k->ne[0]);
+    a.scale     = p.scale;
+    a.softcap   = p.softcap;
+    a.max_bias  = p.max_bias;
     return a;
 }
 
 template <int N_BIT, int GB, int TYPE, int NT>
-void launch_score(ggml_backend_cuda_context & ctx, score_args a) {
+void launch_score(ggml_backend_cuda_context & ctx, score_args a, int64_t n_row) {
     a.n_pass = (int) ceil_div(a.n_group_q, GB);
     const int64_t n_y = (int64_t) a.n_head_kv*a.n_pass;
     // as many blocks as there is room for at once: each chooses its components first
-    const int64_t n_x = std::min(ceil_div(a.n_run, NT/32), std::max<int64_t>(1, score_blocks(N_BIT, GB, NT)*n_sm(ctx)/(n_y*a.n_row)));
-    SPARQ_LAUNCH((score<N_BIT, GB, TYPE, NT>), dim3(n_x, n_y, a.n_row), dim3(NT), ctx.stream(), a);
+    const int64_t n_x = std::min(ceil_div(a.n_run, NT/32), std::max<int64_t>(1, score_blocks(N_BIT, GB, NT)*n_sm(ctx)/(n_y*n_row)));
+    SPARQ_LAUNCH((score<N_BIT, GB, TYPE, NT>), dim3(n_x, n_y, n_row), dim3(NT), ctx.stream(), a);
 }
 
 template <int N_BIT, int TYPE>
-void launch_score(ggml_backend_cuda_context & ctx, const score_args & a) {
+void launch_score(ggml_backend_cuda_context & ctx, const score_args & a, int64_t n_row) {
     // little work is done sooner by more blocks, although each reads what its neighbours read
-    const bool is_little = a.n_group_q == 1 || a.n_row*a.n_head*a.n_run <= 32*n_sm(ctx);
+    const bool is_little = a.n_group_q == 1 || n_row*a.n_head*a.n_run <= 32*n_sm(ctx);
     constexpr int WIDE = ggml_sparse_has_codes(N_BIT) ? 1 : 4; // whole coefficients of several heads would not fit into shared memory
     const auto launch = a.d > N_THREAD/2 ? is_little ? launch_score<N_BIT, 1, TYPE, N_THREAD>   : launch_score<N_BIT, WIDE, TYPE, N_THREAD> :
                                            is_little ? launch_score<N_BIT, 1, TYPE, N_THREAD/2> : launch_score<N_BIT, 4,    TYPE, N_THREAD/2>;
-    launch(ctx, a);
+    launch(ctx, a, n_row);
 }
 
 // n_bit 0: exact
-void run_score(ggml_backend_cuda_context & ctx, const score_args & a, int n_bit) {
+void run_score(ggml_backend_cuda_context & ctx, const score_args & a, const ggml_tensor * q, int n_bit) {
+    const int64_t n_row = q->ne[2]*q->ne[3];
     if (n_bit > 0) {
-        ggml_sparse_with_bits(n_bit, [&](auto bits) { launch_score<bits(), ANY>(ctx, a); });
+        ggml_sparse_with_bits(n_bit, [&](auto bits) { launch_score<bits(), ANY>(ctx, a, n_row); });
     } else {
-        a.k.type == GGML_TYPE_F16 ? launch_score<0, GGML_TYPE_F16>(ctx, a) : launch_score<0, ANY>(ctx, a);
+        a.k.type == GGML_TYPE_F16 ? launch_score<0, GGML_TYPE_F16>(ctx, a, n_row) : launch_score<0, ANY>(ctx, a, n_row);
     }
 }
 
 void op_score(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
     score_args a = make_score(dst);
     a.logits = data_of<float>(dst);
-    run_score(ctx, a, ggml_sparse_src_of(dst).k_t ? ggml_sparse_score_params_of(dst).n_bit : 0);
+    const auto src = ggml_sparse_src_of(dst);
+    run_score(ctx, a, src.q, src.k_t ? ggml_sparse_score_params_of(dst).n_bit : 0);
 }
 
 bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.top_p < 1.0f; }
@@ -233,7 +232,7 @@ void op_score_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst) {
         a.run_max = runs.alloc(2*n_heads*a.n_run);
         a.run_sum = a.run_max + n_heads*a.n_run;
     }
-    run_score(ctx, a, p.score.n_bit);
+    run_score(ctx, a, ggml_sparse_src_of(dst).q, p.score.n_bit);
     run_select(ctx, dst, a.logits, a.n_kv, a.n_head, a.run_max, a.run_sum);
 }
 
@@ -266,28 +265,49 @@ void launch_attend(ggml_backend_cuda_context & ctx, attend_args a) {
 
 template <int D>
 void launch_attend_f16(ggml_backend_cuda_context & ctx, const attend_args & a) {
-    const int n = a.n_group_q;
-    n == 1 ? launch_attend<1, GGML_TYPE_F16, D>(ctx, a) : n <= 4 ? launch_attend<4, GGML_TYPE_F16, D>(ctx, a) : launch_attend<8, GGML_TYPE_F16, D>(ctx, a);
+    switch (heads_per_pass(a.n_group_q)) {
+        case 1:  launch_attend<1, GGML_TYPE_F16, D>(ctx, a); break;
+        case 4:  launch_attend<4, GGML_TYPE_F16, D>(ctx, a); break;
+        default: launch_attend<8, GGML_TYPE_F16, D>(ctx, a); break;
+    }
 }
 
 attend_args make_attend(const ggml_tensor * dst) {
     const auto src = ggml_sparse_src_of(dst);
     const auto p   = ggml_sparse_params_of<ggml_sparse_attend_params>(dst);
+    const ggml_tensor * q = src.q, * k = src.k, * v = src.v;
 
     attend_args a = {};
-    fill(a, src, p);
-    a.v         = make_view(src.v);
+    a.q         = make_view(q);
+    a.k         = make_view(k);
+    a.v         = make_view(v);
+    a.mask      = make_view(src.mask);
     a.visible   = make_view(src.visible);
     a.sel       = data_of<const int32_t>(src.sel);
     a.v_sum     = make_view(src.v_sum);
+    a.sealed    = data_of<const int32_t>(src.sealed);
     a.sink_logits = data_of<const float>(src.sinks);
+    a.stats     = data_of<unsigned long long>(src.stats);
     a.res       = data_of<float>(dst);
+    a.n_kv      = k->ne[2];
+    a.n_grp     = ggml_sparse_n_groups(a.n_kv);
     a.ld_res    = dst->nb[1]/sizeof(float);
-    a.d_k       = (int) src.k->ne[0];
-    a.d_v       = (int) src.v->ne[0];
+    a.n_head    = (int) q->ne[1];
+    a.n_head_kv = (int) k->ne[1];
+    a.n_group_q = a.n_head/a.n_head_kv;
+    a.n_tok     = (int) q->ne[2];
+    a.n_row     = (int) (q->ne[2]*q->ne[3]);
+    a.d_k       = (int) k->ne[0];
+    a.d_v       = (int) v->ne[0];
     a.ld_sel    = src.sel ? (int) src.sel->ne[0] : 0;
-    a.row_v     = (int) ggml_row_size(src.v->type, src.v->ne[0]);
+    a.n_log2    = n_log2(a.n_head);
+    a.row_k     = (int) ggml_row_size(k->type, k->ne[0]);
+    a.row_v     = (int) ggml_row_size(v->type, v->ne[0]);
     a.mean_v    = p.mean_v;
+    a.scale     = p.scale;
+    a.softcap   = p.softcap;
+    a.max_bias  = p.max_bias;
+
     return a;
 }
 

@@ -7,14 +7,17 @@
 
 namespace sparse_cuda {
 
-struct score_args : node_args {
-    view k_t, k_range;
+struct score_args {
+    view q, k, k_t, k_range, mask;
     view kl;                            // of SCORE_SELECT: a token with k < 0 is not scored
     view ranks;                         // of SCORE_SELECT: each token's own; no data: all have `rank`
-    float * logits;                     // [row][n_head][n_kv]
+    const int32_t * sealed;             // [n_stream][n_grp]
+    float * logits;                     // [row][n_head][n_kv]; row = stream*n_tok + token
     float * run_max, * run_sum;         // [row][n_head][n_run] the largest logit of a run, the sum of exp(logit - it); or NULL
-    int64_t n_run, n_pos_t;             // n_pos_t: of the cells, those that a row of k_t in f16 has
-    int     d, rank, n_rot;
+    unsigned long long * stats;
+    int64_t n_kv, n_grp, n_run, n_pos_t; // n_pos_t: of the cells, those that a row of k_t in f16 has
+    int     n_head, n_head_kv, n_group_q, n_tok, d, rank, n_rot, n_log2, n_pass, row_bytes; // n_pass: of the heads of a KV head, GB at a time
+    float   scale, softcap, max_bias;
 
     __device__ __forceinline__ int rank_of(int64_t i, int64_t s) const {
         return ranks.data ? min(max(ranks.at<const int32_t>(i, 0, s)[0], 1), rank) : rank;

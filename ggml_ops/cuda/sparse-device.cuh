@@ -138,16 +138,6 @@ struct view {
     }
 };
 
-// what SCORE and ATTEND are given alike; a row is a token of a stream, stream*n_tok + token
-struct node_args {
-    view q, k, mask;
-    const int32_t * sealed;             // [n_stream][n_grp]; of ATTEND with mean_v
-    unsigned long long * stats;
-    int64_t n_kv, n_grp;
-    int     n_head, n_head_kv, n_group_q, n_tok, n_row, n_log2, n_pass, row_k; // n_pass: of the heads of a KV head, GB at a time; row_k: bytes of a row of K
-    float   scale, softcap, max_bias;
-};
-
 // waits for the kernels in front of this one, and lets the next one begin
 __device__ __forceinline__ void begin_kernel() {
     ggml_cuda_pdl_sync();

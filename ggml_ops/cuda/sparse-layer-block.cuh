@@ -307,7 +307,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::see_groups(int (&s
             const unsigned b0 = __ballot_sync(ALL, is_sealed[j]), b1 = __ballot_sync(ALL, in_k_t), b2 = __ballot_sync(ALL, v > 0 && !in_k_t);
             const unsigned b3 = __ballot_sync(ALL, is_whole), b4 = __ballot_sync(ALL, v > 0 && !is_whole);
             sum[0] += v;
-            sum[3] += in_k_t ? coded_bytes : v*sa.row_k;
+            sum[3] += in_k_t ? coded_bytes : v*sa.row_bytes;
             sum[4] += is_whole ? 0 : v*ta.row_v;
             if (lane == 0) {
                 if constexpr (HAS_CODES) {

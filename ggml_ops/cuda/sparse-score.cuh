@@ -369,7 +369,7 @@ struct seen_run {
                 state[b] = in_k_t ? IS_SEALED : IS_ROWS;
                 rows    |= in_k_t ? 0 : 1u << j;
                 if (lane % N_LANE == 0) {
-                    bytes += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(N_BIT) : (int64_t) n*a.row_k;
+                    bytes += in_k_t ? a.rank_of(i, s)*ggml_sparse_scan_bytes(N_BIT) : (int64_t) n*a.row_bytes;
                 }
             }
         }
