@@ -9,7 +9,7 @@
 # with the same sources are left out (gpu-all.done), builds go on with the next file, benches with the next case. In a pack (bench/gpu/pack.sh) nothing is downloaded; in a checkout `make build` comes first.
 cd "$(dirname "$0")/../.." || exit 1
 python=python3
-[ -x .venv/bin/python ] && python=.venv/bin/python
+[ -x .venv/bin/python ] && python=$PWD/.venv/bin/python
 if [ -d vendor ]; then
     # the machine's own packages first: they may have compiled parts
     export PYTHONPATH="$PWD:$("$python" -c 'import site; print(":".join(site.getsitepackages()))'):$PWD/vendor"
@@ -80,6 +80,17 @@ done
 if [ -z "${SPARQ_LIBRARY:-}" ]; then
     step in-memory $sparq bench --yes --like llama3-8b -nkvo -d 131072 -a dense -a sparq,ratio=1/8,gpu_min_mb=0
     step cores $sparq bench --yes --like llama3-8b --layers 4 -ngl 0 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1
+    # what no device has timed yet (ggml_ops/cuda/sparse-switches.cuh): a library of each, built from a copy
+    for switches in EARLY HEADS_8 SINGLE FENCE "FENCE SMEM_KEYS" PIPE_SCAN PIPE_ROWS "FENCE DSMEM_FINISH" \
+            "EARLY SINGLE FENCE SMEM_KEYS PIPE_SCAN PIPE_ROWS DSMEM_FINISH"; do
+        name=$(echo "$switches" | tr ' ' -)
+        tree=gpu-all.switches/$name
+        mkdir -p "$tree" && cp -r pyorch ggml_ops patches bench "$tree"
+        for switch in $switches; do
+            sed -i "s/define SPARQ_$switch 0/define SPARQ_$switch 1/" "$tree/ggml_ops/cuda/sparse-switches.cuh"
+        done
+        step "switch-$name" sh -c "cd $tree && $python -m pyorch build --cuda native && $python -m bench gpu_attention --out $name"
+    done
 fi
 step figures "$python" -m bench draw gpu_attention gpu_end_to_end
 exit $failed

@@ -2,8 +2,8 @@
 
 // Steps 2 and 3: exact attention over a selection, or over all positions; interpolation with the mean of V.
 //
-// A row is a token of a stream, stream*n_tok + token; a head is one KV head of a row. The positions of a head are split over blocks, in tiles of
-// 64; a state {o, m, l, ..} per block and query head is merged by a second launch, or written as the result where one block has it all.
+// A head is one KV head of a row. The positions of a head are split over blocks, in tiles of 64; a state {o, m, l, ..} per block and query head is
+// merged by a second launch, or written as the result where one block has it all.
 
 #include "sparse-device.cuh"
 
@@ -255,7 +255,7 @@ constexpr int MEAN_SUMS = 1024;
 
 struct mean_shared {
     unsigned whole[MEAN_SUMS*SUM/32]; // a bit per group: all of it is seen, and sealed
-    int64_t  part[2][N_WARP];
+    int64_t  part[N_WARP];
 };
 
 // the mean of V over the positions that a token sees, one KV head, and the counters; the work of a block
@@ -271,7 +271,6 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
     const int32_t  * sealed = mean_v ? a.sealed + s*a.n_grp : nullptr;
     const uint16_t * mask   = a.mask.at<const uint16_t>(i, 0, s);
     const int n_col = (a.d_v + 7)/8, n_slice = N_THREAD/n_col, col = tid % n_col, slice = tid/n_col;
-    const bool aligned = a.d_v % 8 == 0 && (uintptr_t) a.v_sum.data % 16 == 0 && a.v_sum.nb1 % 16 == 0 && a.v_sum.nb2 % 16 == 0;
 
     int64_t n_vis = 0, bytes = 0; // bytes: of the mean
     float sum[8] = {};
@@ -293,25 +292,15 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
         }
         const int n_sum = (n + SUM - 1)/SUM;
         const auto whole = [&](int b) { return m.whole[b*SUM/32] >> b*SUM % 32 & SUM_BITS; };
-        const auto row_at = [&](int64_t r) { return a.v_sum.at<const float>(r, s) + h*a.d_v + col*8; };
-        const auto add = [&](const float * x) {
-            for (int c = 0; c < 8; ++c) {
-                sum[c] += col*8 + c < a.d_v ? x[c] : 0.0f;
-            }
-            bytes += a.d_v*(int64_t) sizeof(float);
+        const auto add = [&](int type, const char * row, int n_byte) {
+            add8(sum, type, row, col*8, a.d_v);
+            bytes += n_byte;
         };
+        const auto add_sum = [&](int64_t r) { add(GGML_TYPE_F32, (const char *) (a.v_sum.at<const float>(r, s) + h*a.d_v), a.d_v*(int) sizeof(float)); };
 #pragma unroll 2
         for (int b = slice; b < n_sum; b += n_slice) { // sums of which all groups count
             if (whole(b) == SUM_BITS) {
-                const float * x = row_at(ggml_sparse_total_row(g0 + (int64_t) b*SUM));
-                if (aligned) {
-                    const float4 u = ((const float4 *) x)[0], v = ((const float4 *) x)[1];
-                    sum[0] += u.x; sum[1] += u.y; sum[2] += u.z; sum[3] += u.w;
-                    sum[4] += v.x; sum[5] += v.y; sum[6] += v.z; sum[7] += v.w;
-                    bytes += a.d_v*(int64_t) sizeof(float);
-                } else {
-                    add(x);
-                }
+                add_sum(ggml_sparse_total_row(g0 + (int64_t) b*SUM));
             }
         }
 #pragma unroll 1
@@ -319,39 +308,23 @@ __device__ inline void attend_mean(const attend_args & a, mean_shared & m, float
 #pragma unroll 1
             for (int j = 0; whole(b) != SUM_BITS && j < SUM && b*SUM + j < n; ++j) {
                 const int64_t g = g0 + (int64_t) b*SUM + j;
-                const int v = vis[g];
-                if (whole(b) >> j & 1) {
-                    add(row_at(ggml_sparse_sum_row(g)));
-                } else if (v > 0) {
-                    for (int64_t t = g*GROUP; t < min((g + 1)*GROUP, a.n_kv); ++t) {
-                        if (mask[t] != F16_NEG_INF) {
-                            float x[8];
-                            load_span<ANY>(x, a.v.type, a.v.at(h, t, s), col*8, a.d_v);
-                            for (int c = 0; c < 8; ++c) {
-                                sum[c] += x[c];
-                            }
-                        }
+                const bool is_whole = whole(b) >> j & 1;
+                if (is_whole) {
+                    add_sum(ggml_sparse_sum_row(g));
+                }
+                for (int64_t t = g*GROUP; !is_whole && vis[g] > 0 && t < min((g + 1)*GROUP, a.n_kv); ++t) {
+                    if (mask[t] != F16_NEG_INF) {
+                        add(a.v.type, a.v.at(h, t, s), a.row_v);
                     }
-                    bytes += (int64_t) v*a.row_v;
                 }
             }
         }
     }
-    n_vis = lane_sum<32>(n_vis);
-    bytes = lane_sum<32>(col == 0 ? bytes : 0);
-    if (tid % 32 == 0) {
-        m.part[0][tid/32] = n_vis;
-        m.part[1][tid/32] = bytes;
-    }
     for (int c = 0; mean_v && c < 8; ++c) {
         buf[tid*8 + c] = sum[c];
     }
-    __syncthreads();
-    n_vis = bytes = 0;
-    for (int w = 0; w < N_WARP; ++w) {
-        n_vis += m.part[0][w];
-        bytes += m.part[1][w];
-    }
+    n_vis = block_sum<N_THREAD>(n_vis, m.part);
+    bytes = block_sum<N_THREAD>(col == 0 ? bytes : 0, m.part);
     if (mean_v && tid < a.d_v) {
         float x = 0.0f;
         for (int j = 0; j < n_slice; ++j) {

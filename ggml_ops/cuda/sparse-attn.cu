@@ -161,17 +161,6 @@ bool is_top_p(const ggml_sparse_select_params & p) { return p.top_p > 0.0f && p.
 // does SELECT need the softmax of the logits?
 bool wants_sums(const ggml_sparse_select_params & p, int n_group_q) { return p.rest || is_top_p(p) || n_group_q > 1; }
 
-void launch_sum_runs(ggml_backend_cuda_context & ctx, const select_args & a, int64_t n_row) {
-    score_args b = {};
-    b.logits  = (float *) a.logits; // only read
-    b.n_kv    = a.n_kv;
-    b.n_run   = a.n_run;
-    b.n_head  = a.n_head;
-    b.run_max = a.run_max;
-    b.run_sum = a.run_sum;
-    SPARQ_LAUNCH(sum_runs, dim3(ceil_div(a.n_run, N_WARP), a.n_head, n_row), dim3(N_THREAD), ctx.stream(), b);
-}
-
 // SELECT, and the second half of SCORE_SELECT; run_max and run_sum: from score(), or NULL
 void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float * logits, int64_t n_kv, int n_head, float * run_max, float * run_sum) {
     const auto src = ggml_sparse_src_of(dst);
@@ -209,7 +198,7 @@ void run_select(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, float 
     if (!run_max && wants_sums(p, a.n_group_q)) {
         a.run_max = runs.alloc(2*n_row*n_head*n_run);
         a.run_sum = a.run_max + n_row*n_head*n_run;
-        launch_sum_runs(ctx, a, n_row);
+        SPARQ_LAUNCH(sum_runs, dim3(ceil_div(n_run, N_WARP), n_head, n_row), dim3(N_THREAD), ctx.stream(), a);
     }
     if (a.n_group_q > 1) {
         a.key = key.alloc(n_heads*n_kv);
@@ -345,13 +334,19 @@ template <int N_BIT, int GB, int TYPE>
 bool launch_layer(ggml_backend_cuda_context & ctx, layer_args a) {
     using shared = layer_shared<N_BIT, GB>;
     constexpr size_t N_SHARED = sizeof(shared), N_KB = 1024; // a block has as much besides
+    constexpr size_t N_MOST = SPARQ_SMEM_KEYS || SPARQ_DSMEM_FINISH ? 227*N_KB : N_SHARED;
     static_assert(N_SHARED <= 227*N_KB && (N_BIT != 4 || layer_blocks(N_BIT, GB)*(N_SHARED + N_KB) <= 228*N_KB), "more than a multiprocessor of Hopper has");
     static_assert(offsetof(shared, q) % 16 == 0 && offsetof(shared, marks) % 16 == 0 && offsetof(shared, coarse) % 8 == 0, "they are read as vectors");
     const int64_t n_row = a.attend.n_row, n_heads = n_row*a.score.n_head_kv, n_head = a.score.n_head;
     // as large as leaves room for all clusters at once; else as small as can be
     a.n_block = 0;
+    const auto n_key = [&](int n) { // floats behind `shared`: of own runs, of rows that all blocks share, and candidates
+        return SPARQ_SMEM_KEYS ? (int) ceil_div(a.score.n_run, n)*RUN + (n > 1 ? LAYER_ROWS*GROUP/n : 0) + 2*LAYER_CAND : 0;
+    };
+    const int n_state = SPARQ_DSMEM_FINISH ? a.score.n_group_q*(a.attend.d_v + LAYER_STATE) + a.attend.d_v : 0;
+    const auto n_shared = [&](int n) { return N_SHARED + 4*(n_key(n) + n_state); };
     for (int n = LAYER_BLOCKS; n >= 1 && ceil_div(a.score.n_run, n)*RUN <= LAYER_OWN; n /= 2) {
-        const int n_cluster = n == 1 || n <= a.score.n_run ? max_clusters(layer<N_BIT, GB, TYPE>, n, N_SHARED) : 0;
+        const int n_cluster = n == 1 || n <= a.score.n_run ? max_clusters(layer<N_BIT, GB, TYPE>, n, n_shared(n), N_MOST) : 0;
         a.n_block = n_cluster > 0 ? n : a.n_block;
         if (n_cluster >= n_heads) {
             break;
@@ -361,6 +356,7 @@ bool launch_layer(ggml_backend_cuda_context & ctx, layer_args a) {
         return false;
     }
     a.ld = a.score.n_run*RUN;
+    a.n_key = n_key(a.n_block);
     ggml_cuda_pool_alloc<float>   logits(ctx.pool(), n_row*n_head*a.ld);
     ggml_cuda_pool_alloc<int32_t> sel(ctx.pool(), n_heads*a.topk_max);
     ggml_cuda_pool_alloc<int2>    cand(ctx.pool(), n_heads*LAYER_CAND);
@@ -372,7 +368,7 @@ bool launch_layer(ggml_backend_cuda_context & ctx, layer_args a) {
     a.cand  = cand.get();
     a.state = state.get();
     a.mean  = mean.get();
-    launch_cluster(layer<N_BIT, GB, TYPE>, dim3(a.n_block*a.score.n_head_kv, n_row), dim3(N_THREAD), a.n_block, N_SHARED, ctx.stream(), a);
+    launch_cluster(layer<N_BIT, GB, TYPE>, dim3(a.n_block*a.score.n_head_kv, n_row), dim3(N_THREAD), a.n_block, n_shared(a.n_block), ctx.stream(), a);
     return true;
 }
 

@@ -42,6 +42,9 @@ struct alignas(16) score_shared {
     // whole coefficients of each warp, for the groups of its run, see make_coef(). The padding keeps those of several groups in different banks
     int8_t   w0[HAS_CODES ? N_WARP : 1][N_SLOT][GB][NT + 4], w1[N_BIT == 8 ? N_WARP : 1][N_SLOT][GB][NT + 4];
     int16_t  comp[D_MAX];           // kept components, ascending
+#if SPARQ_PIPE_SCAN
+    alignas(16) unsigned at[D_MAX + 16]; // where their rows of k_t begin, and the last one's again
+#endif
     unsigned sealed[HAS_CODES ? N_STATE/32 : 1]; // a bit per group
     unsigned rows[N_WARP];          // the groups of a warp's run that are read from K, a bit each
     int      n_kept[N_WARP];
@@ -215,6 +218,11 @@ __device__ __forceinline__ int choose_components(
     }
     if (kept && part == 0) {
         m.comp[place] = (int16_t) mine;
+#if SPARQ_PIPE_SCAN
+        for (int j = place; j == place || (place == n_comp - 1 && j % 16 != 0); ++j) {
+            m.at[j] = (unsigned) (mine*a.k_t.nb1);
+        }
+#endif
     }
     float f[GB];
 #pragma unroll

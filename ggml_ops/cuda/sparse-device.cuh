@@ -7,6 +7,7 @@
 
 #include "common.cuh"
 #include "ggml-sparse.h"
+#include "sparse-switches.cuh"
 
 #include <cfloat>
 #include <cstdint>
@@ -22,10 +23,16 @@
     extern __shared__ __align__(16) char sparq_shared[]; \
     type & name = *(type *) sparq_shared
 
-// The barrier of a cluster, in two halves: what a thread wrote before it arrives, also to global memory, all threads of the cluster see after they waited
+// The barrier of a cluster, in two halves: what a thread wrote before it arrives, all threads of the cluster see after they waited. SHARED: but for
+// what it wrote to global memory or to that of another block, for which it does not wait then
+template <bool SHARED = false>
 static __device__ __forceinline__ void cluster_arrive() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    if constexpr (SHARED) {
+        asm volatile("fence.release.sync_restrict::shared::cta.cluster; barrier.cluster.arrive.relaxed;" ::: "memory");
+    } else {
+        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    }
 #endif
 }
 static __device__ __forceinline__ void cluster_wait() {
@@ -65,13 +72,13 @@ struct cluster_launch {
     cluster_launch(const cluster_launch &) = delete;
 };
 
-// How many clusters of this kernel run at once on the current device; 0 if it cannot run, as where the library has no code for Hopper
+// How many clusters of this kernel run at once on the current device; 0: none, as without code for Hopper. n_most: the most shared memory of any launch
 template <typename K>
-int max_clusters(K kernel, int n_cluster, size_t n_shared) {
+int max_clusters(K kernel, int n_cluster, size_t n_shared, size_t n_most) {
     static std::mutex mutex;
-    static std::map<std::tuple<int, const void *, int>, int> known;
+    static std::map<std::tuple<int, const void *, int, size_t>, int> known;
     std::lock_guard<std::mutex> lock(mutex);
-    const auto key = std::make_tuple(ggml_cuda_get_device(), (const void *) kernel, n_cluster);
+    const auto key = std::make_tuple(ggml_cuda_get_device(), (const void *) kernel, n_cluster, n_shared);
     const auto it = known.find(key);
     if (it != known.end()) {
         return it->second;
@@ -80,7 +87,7 @@ int max_clusters(K kernel, int n_cluster, size_t n_shared) {
     cudaFuncAttributes attr = {};
     if (cudaFuncGetAttributes(&attr, (const void *) kernel) == cudaSuccess && attr.ptxVersion >= 90) {
         const cluster_launch launch(dim3(n_cluster), dim3(256), n_cluster, n_shared, nullptr, false);
-        const bool ok = cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) n_shared) == cudaSuccess &&
+        const bool ok = cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) n_most) == cudaSuccess &&
                 cudaFuncSetAttribute((const void *) kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                 cudaOccupancyMaxActiveClusters(&n, (const void *) kernel, &launch.cfg) == cudaSuccess;
         n = ok ? n : 0;
@@ -226,6 +233,16 @@ __device__ __forceinline__ void load_span(float (&x)[8], int type, const char * 
     load8(x, TYPE == ANY ? type : TYPE, row, c, d);
 }
 
+// sum += the same
+__device__ __forceinline__ void add8(float (&sum)[8], int type, const char * row, int c, int d) {
+    float x[8];
+    load8(x, type, row, c, d);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        sum[j] += x[j];
+    }
+}
+
 // ---- the order of floats ----
 
 constexpr int ORDER_HIDDEN = (int) 0x80000000; // below every number
@@ -261,7 +278,19 @@ __device__ __forceinline__ T lane_sum(T x) {
     return x;
 }
 
-// the same over a warp, in one instruction where there is one
+// the sum of x over the block, in all threads; buf [NT/32]
+template <int NT, typename T>
+__device__ __forceinline__ T block_sum(T x, T * buf) {
+    x = lane_sum<32>(x);
+    __syncthreads(); // the last one was read
+    if (threadIdx.x % 32 == 0) {
+        buf[threadIdx.x/32] = x;
+    }
+    __syncthreads();
+    return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
+}
+
+// the sum over a warp, in one instruction where there is one
 __device__ __forceinline__ int warp_sum(int x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     return __reduce_add_sync(ALL, x);

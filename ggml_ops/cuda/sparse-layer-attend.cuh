@@ -101,21 +101,13 @@ struct row_state {
 // sums of V of groups that are sealed and wholly seen, 8 columns from `col` on; the block has n_place of them at a time
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_sums(float (&sum)[8], int col, int place, int n_place) {
-    const auto add = [&](const char * r) {
-        float x[8];
-        load8(x, GGML_TYPE_F32, r, col, ta.d_v);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            sum[c] += x[c];
-        }
-    };
     const auto whole_of = [&](int b) { return m.whole[b*SUM/32] >> b*SUM % 32 & SUM_BITS; };
-    const auto sum_at = [&](int64_t r) { return (const char *) (ta.v_sum.at<const float>(r, s) + h_kv*ta.d_v); };
+    const auto add = [&](int64_t r) { add8(sum, GGML_TYPE_F32, (const char *) (ta.v_sum.at<const float>(r, s) + h_kv*ta.d_v), col, ta.d_v); };
     const int n_sum = (n_grp + SUM - 1)/SUM, b0 = n_sum*rank/n_block, b1 = n_sum*(rank + 1)/n_block;
 #pragma unroll 1
     for (int b = b0 + place; b < b1; b += n_place) { // sums of which all groups count
         if (whole_of(b) == SUM_BITS) {
-            add(sum_at(ggml_sparse_total_row((int64_t) b*SUM)));
+            add(ggml_sparse_total_row((int64_t) b*SUM));
         }
     }
 #pragma unroll 1
@@ -124,7 +116,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_sums(float (&s
 #pragma unroll 1
             for (int j = place; j < SUM; j += n_place) {
                 if (whole_of(b) >> j & 1) {
-                    add(sum_at(ggml_sparse_sum_row((int64_t) b*SUM + j)));
+                    add(ggml_sparse_sum_row((int64_t) b*SUM + j));
                 }
             }
         }
@@ -145,12 +137,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_rows(float (&s
         for (int i = place; i < n; i += n_place) {
             const int t = row_at(m.tail_v, i, r0, n_each);
             if (t < n_kv && mask[t] != F16_NEG_INF && in) {
-                float x[8];
-                load_span<TYPE>(x, ta.v.type, ta.v.at(h_kv, t, s), col, ta.d_v);
-#pragma unroll
-                for (int c = 0; c < 8; ++c) {
-                    sum[c] += x[c];
-                }
+                add8(sum, TYPE == ANY ? ta.v.type : TYPE, ta.v.at(h_kv, t, s), col, ta.d_v);
             }
         }
         if (n < LAYER_ROWS*n_each || shared_v) {
@@ -180,7 +167,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::sum_v() {
         for (int j = 0; j < n_place; ++j) {
             x += m.mean[j*n_lane + tid/8][tid % 8];
         }
-        a.mean[(u*n_block + rank)*ta.d_v + tid] = x;
+        mean_at(rank)[tid] = x;
     }
 }
 
@@ -189,13 +176,13 @@ template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::list_rows(row_state<GB> & st, int first, int n, int h0, int n_head) {
 #pragma unroll 1
     for (int i = tid; i < n; i += N_THREAD) {
-        const int j = first + i, t = every ? j : j < n_above ? __ldcg(&a.sel[u*a.topk_max + j]) : m.chosen[j - n_above];
+        const int j = first + i, t = every ? j : j < n_above ? selected(j) : m.chosen[j - n_above];
         const uint16_t mt = mask[t];
         m.list[i]      = mt == F16_NEG_INF ? -1 : t;
         m.list_bias[i] = f16_value(mt);
 #pragma unroll
         for (int h = 0; h < GB; ++h) {
-            if (mean_v && h < n_head) {
+            if (mean_v && h < n_head && !OWN_MASS) {
                 const float x = finite_top(__ldcg(&logits[(h0 + h)*a.ld + t])) - m.top[h0 + h];
                 st.mass[h]      += expf(x);
                 st.mass_root[h] += expf(0.25f*x); // not the root of the former, which is 0 below -104
@@ -211,29 +198,47 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::read_rows(row_stat
     const int  n_lane = a.n_lane, col = lane % n_lane*8, sub = lane/n_lane, n_sub = 32/n_lane, n_span = (ta.d_k + 7)/8;
     const bool has_k = col < ta.d_k, has_v = col < ta.d_v;
     const char * k_base = ta.k.at(h_kv, 0, s), * v_base = ta.v.at(h_kv, 0, s);
-#pragma unroll 1
-    for (int i0 = warp*n_sub + sub; i0 - sub < n; i0 += N_WARP*n_sub*AT_A_TIME) {
-        raw_span<TYPE> k[AT_A_TIME], v[AT_A_TIME];
-        int   t[AT_A_TIME];
-        float y[AT_A_TIME][GB];
+    raw_span<TYPE> k[AT_A_TIME], v[AT_A_TIME];
+    int t[AT_A_TIME];
+    const auto list = [&](int i0) {
 #pragma unroll
         for (int r = 0; r < AT_A_TIME; ++r) {
             const int i = i0 + r*N_WARP*n_sub;
             t[r] = i < n ? m.list[i] : -1;
         }
+    };
+    const auto load = [&](bool reads_k, bool reads_v) {
 #pragma unroll
         for (int r = 0; r < AT_A_TIME; ++r) {
-            k[r] = {};
-            v[r] = {};
-            if (t[r] >= 0 && has_k) {
+            if (reads_k) {
+                k[r] = {};
+            }
+            if (reads_v) {
+                v[r] = {};
+            }
+            if (reads_k && t[r] >= 0 && has_k) {
                 k[r].load(ta.k.type, k_base + t[r]*ta.k.nb2, col, ta.d_k);
             }
-            if (t[r] >= 0 && has_v) {
+            if (reads_v && t[r] >= 0 && has_v) {
                 v[r].load(ta.v.type, v_base + t[r]*ta.v.nb2, col, ta.d_v);
             }
         }
+    };
+    if (SPARQ_PIPE_ROWS) {
+        list(warp*n_sub + sub);
+        load(true, true);
+    }
+#pragma unroll 1
+    for (int i0 = warp*n_sub + sub; i0 - sub < n; i0 += N_WARP*n_sub*AT_A_TIME) {
+        if (!SPARQ_PIPE_ROWS) {
+            list(i0);
+            load(true, true);
+        }
+        float y[AT_A_TIME][GB];
+        bool  in[AT_A_TIME];
 #pragma unroll
         for (int r = 0; r < AT_A_TIME; ++r) {
+            in[r] = t[r] >= 0;
             float x[8];
             k[r].unpack(x);
 #pragma unroll
@@ -244,6 +249,10 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::read_rows(row_stat
                 dot_span<GB>(y[r], m.q, col/8, n_span, x);
             }
         }
+        if (SPARQ_PIPE_ROWS) {
+            list(i0 + N_WARP*n_sub*AT_A_TIME);
+            load(true, false);
+        }
 #pragma unroll 1
         for (int o = n_lane/2; o > 0; o /= 2) {
 #pragma unroll
@@ -253,17 +262,20 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::read_rows(row_stat
         }
 #pragma unroll
         for (int r = 0; r < AT_A_TIME; ++r) {
-            const float bias = t[r] >= 0 ? m.list_bias[i0 + r*N_WARP*n_sub] : 0.0f;
+            const float bias = in[r] ? m.list_bias[i0 + r*N_WARP*n_sub] : 0.0f;
 #pragma unroll
             for (int h = 0; h < GB; ++h) {
                 y[r][h] *= ta.scale;
                 if (ta.softcap > 0.0f) {
                     y[r][h] = soft_cap(y[r][h], ta.softcap);
                 }
-                y[r][h] = t[r] >= 0 ? y[r][h] + m.slope[h]*bias : neg_inf();
+                y[r][h] = in[r] ? y[r][h] + m.slope[h]*bias : neg_inf();
             }
         }
         st.add(y, v, mean_v);
+        if (SPARQ_PIPE_ROWS) {
+            load(false, true);
+        }
     }
 }
 
@@ -307,7 +319,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::write_states(row_s
         for (int j = 0; j < N_WARP; ++j) {
             x += m.part[j][h][c]*expf(part == 0.0f ? 0.0f : part*(m.part[j][h][d_v] - ref));
         }
-        a.state[((head0 + h0 + h)*n_block + rank)*ld + c] = c == d_v ? most : x;
+        state_at(h0 + h, rank, ld)[c] = c == d_v ? most : x;
     }
 }
 
@@ -323,6 +335,10 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend() {
             m.slope[tid] = head_slope((int) h_kv*n_group_q + h0 + tid, ta.n_log2, ta.max_bias);
         }
         row_state<GB> st;
+        if (OWN_MASS) {
+            st.mass[0]      = mass;
+            st.mass_root[0] = mass_root;
+        }
 #pragma unroll 1
         for (int i = 0; i < n_own; i += LAYER_LIST) {
             const int n = min(LAYER_LIST, n_own - i);
@@ -339,14 +355,14 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend() {
 // the states together, the sink, eq. 10: this block's part of the result, a thread per state and element
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::finish() {
-    const int d_v = ta.d_v, ld_state = d_v + LAYER_STATE, r = tid % n_block, e1 = n_group_q*d_v*(rank + 1)/n_block;
+    const int d_v = ta.d_v, ld = d_v + LAYER_STATE, r = tid % n_block, e1 = n_group_q*d_v*(rank + 1)/n_block;
 #pragma unroll 1
     for (int e0 = n_group_q*d_v*rank/n_block; e0 < e1; e0 += N_THREAD/n_block) {
         const int e = min(e0 + tid/n_block, e1 - 1), h = e/d_v, c = e - h*d_v;
-        const float * st = a.state + ((head0 + h)*n_block + r)*ld_state;
-        const float top = __ldcg(&st[d_v]), sink = ta.sink_logits ? ta.sink_logits[h_kv*n_group_q + h] : neg_inf();
-        float x[6] = { __ldcg(&st[c]), __ldcg(&st[d_v + 1]), __ldcg(&st[d_v + 2]), __ldcg(&st[d_v + 3]), __ldcg(&st[d_v + 4]),
-            mean_v ? __ldcg(&a.mean[(u*n_block + r)*d_v + c]) : 0.0f };
+        const float * st = state_at(h, r, ld);
+        const float top = of_block(&st[d_v]), sink = ta.sink_logits ? ta.sink_logits[h_kv*n_group_q + h] : neg_inf();
+        float x[6] = { of_block(&st[c]), of_block(&st[d_v + 1]), of_block(&st[d_v + 2]), of_block(&st[d_v + 3]), of_block(&st[d_v + 4]),
+            mean_v ? of_block(&mean_at(r)[c]) : 0.0f };
         float ref = fmaxf(top, sink);
 #pragma unroll 1
         for (int o = 1; o < n_block; o *= 2) {

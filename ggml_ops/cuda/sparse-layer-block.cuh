@@ -7,17 +7,6 @@
 #include "sparse-score.cuh"
 #include "sparse-select-args.cuh"
 
-// Experiments, each a -D of its own, and off until a device has timed it. tests/cuda/test_races.py holds them to the same results
-#ifndef SPARQ_EARLY
-#define SPARQ_EARLY 0   // 1: what there is to see is read before the kernel in front is through, but in the first layer; 2: always
-#endif
-#ifndef SPARQ_HEADS_8
-#define SPARQ_HEADS_8 0 // 1: with more than four query heads per KV head, codes and rows are read once for eight
-#endif
-#ifndef SPARQ_SINGLE
-#define SPARQ_SINGLE 0  // 1: a cluster of one block has the barriers of a block
-#endif
-
 namespace sparse_cuda {
 
 constexpr int LAYER_BINS   = 2048;  // of the histogram; the last one has the forced cells
@@ -42,6 +31,7 @@ struct layer_args {
     int64_t ld;       // of logits and keys: whole runs
     int     n_block, n_forced, n_local_max, topk_max, n_lane; // n_lane: that share a row in ATTEND, 8, 16 or 32
     bool    is_early; // see SPARQ_EARLY
+    int     n_key;    // floats behind layer_shared, see SPARQ_SMEM_KEYS; behind them those of SPARQ_DSMEM_FINISH
 };
 
 template <int N_BIT, int GB>
@@ -74,6 +64,7 @@ struct alignas(16) layer_shared {
     int      n_warp[N_WARP];
     int      slot[2];                               // what cluster_counter adds up
     int      n_list, n_list_v, cut, n_sel, n_need, n_cand, n_pushed, is_few, at_sel, at_cand, k;
+    int      at_list, at_lists[LAYER_BLOCKS], at_cands[LAYER_BLOCKS]; // where the lists of this block, and of all, begin in those of the cluster
     int      n_pass;                                // over the keys beyond the first: what the first thread counts
 };
 
@@ -147,7 +138,7 @@ template <int GB> struct row_state;
 // one block of a cluster, and its work in the order of its steps
 template <int N_BIT, int GB, int TYPE>
 struct layer_block {
-    static constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT);
+    static constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT), OWN_MASS = SPARQ_SMEM_KEYS && GB == 1; // the owner of a position counts its mass
     using shared = layer_shared<N_BIT, GB>;
 
     const layer_args  & a;
@@ -170,6 +161,7 @@ struct layer_block {
     int  row0, n_per;           // of a group that is read by rows: the own ones
     int  n_sel, n_above;        // selected; of them those above the bin of the cut
     int  next_forced;           // the thread's first forced cell
+    float mass, mass_root;      // of what this thread counts, see row_state and OWN_MASS
     layer_bins<GB> bin;
 
     __device__ __forceinline__ layer_block(const layer_args & a, shared & m) :
@@ -178,15 +170,37 @@ struct layer_block {
         n_group_q(GB == 1 ? 1 : sa.n_group_q), n_kv((int) sa.n_kv), n_grp((int) sa.n_grp), n_run((int) sa.n_run),
         u(row*sa.n_head_kv + h_kv), head0(row*sa.n_head + h_kv*n_group_q), run0(n_run*rank/n_block), run1(n_run*(rank + 1)/n_block),
         kl(sa.kl.at<const int32_t>(i_tok, 0, s)), mask(sa.mask.at<const uint16_t>(i_tok, 0, s)),
-        logits(sa.logits + head0*a.ld), keys(GB > 1 ? a.key + u*a.ld : logits), n_item(0),
-        n_chunk((run1 - run0)*(RUN/LAYER_CHUNK)), n_sel(0), n_above(0) {}
+        logits(sa.logits + head0*a.ld), keys(SPARQ_SMEM_KEYS ? room(0) : GB > 1 ? a.key + u*a.ld : logits), n_item(0),
+        n_chunk((run1 - run0)*(RUN/LAYER_CHUNK)), n_sel(0), n_above(0), mass(0.0f), mass_root(0.0f) {}
 
-    // the barrier of the cluster, in two halves
+    // the barrier of the cluster, in two halves; SHARED: no other block reads what this one wrote to global memory before, until one without it
     __device__ __forceinline__ bool is_single() const { return SPARQ_SINGLE && n_block == 1; }
-    __device__ __forceinline__ void arrive() const { is_single() ? (void) 0 : cluster_arrive(); }
+    template <bool SHARED = false>
+    __device__ __forceinline__ void arrive() const { is_single() ? (void) 0 : cluster_arrive<SHARED && SPARQ_FENCE>(); }
     __device__ __forceinline__ void wait()   const { is_single() ? __syncthreads() : cluster_wait(); }
 
     __device__ __forceinline__ int row_at(const int * list, int i, int row0, int n_per) const { return list[i/n_per]*GROUP + row0 + i % n_per; }
+    // floats behind `m`; the state of a head in block r, and its sum of V; what they hold
+    __device__ __forceinline__ float * room(int i) const { return (float *) (&m + 1) + i; }
+    __device__ __forceinline__ float * state_at(int h, int r, int ld) const {
+        return SPARQ_DSMEM_FINISH ? cluster_at(room(a.n_key + h*ld), r) : a.state + ((head0 + h)*n_block + r)*ld;
+    }
+    __device__ __forceinline__ float * mean_at(int r) const {
+        return SPARQ_DSMEM_FINISH ? state_at(n_group_q, r, ta.d_v + LAYER_STATE) : a.mean + (u*n_block + r)*ta.d_v;
+    }
+    static __device__ __forceinline__ float of_block(const float * p) { return SPARQ_DSMEM_FINISH ? *p : __ldcg(p); }
+    __device__ __forceinline__ int2 * own_cand() const { return (int2 *) room(a.n_key) - LAYER_CAND; }
+    // the block whose list has number j, of lists that begin at at[]
+    __device__ __forceinline__ int owner_of(int j, const int * at) const {
+        int r = 0;
+#pragma unroll 1
+        while (r + 1 < n_block && at[r + 1] <= j) {
+            ++r;
+        }
+        return r;
+    }
+    // where in `keys` that of position t is, which is number i of the own ones
+    __device__ __forceinline__ int key_at(int t, int i) const { return SPARQ_SMEM_KEYS ? i : t; }
     __device__ __forceinline__ int total(int j) const { return warp_sum(lane < N_WARP ? m.total[j][lane] : 0); }
 
     __device__ __forceinline__ int forced_at(int j) const {
@@ -232,7 +246,10 @@ struct layer_block {
     __device__ __forceinline__ void find_bin();
     __device__ __forceinline__ void find_cut();
     __device__ __forceinline__ int mark_selected(bool has_ties);
+    __device__ __forceinline__ void add_mass(float key);
     __device__ __forceinline__ void write_list(int at);
+    __device__ __forceinline__ int selected(int j) const;
+    __device__ __forceinline__ int2 candidate(int i) const;
     __device__ __forceinline__ void choose(int n_cand);
     __device__ __forceinline__ void select();
 

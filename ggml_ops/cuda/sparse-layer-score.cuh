@@ -157,7 +157,8 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::score_unit(
 #pragma unroll
             for (int h = 0; h < GB; ++h) {
                 if (h < n_head) {
-                    *(float4 *) &logits[(h0 + h)*a.ld + t0 + p] = make_float4(x[h][j*4], x[h][j*4 + 1], x[h][j*4 + 2], x[h][j*4 + 3]);
+                    float * to = GB == 1 ? keys + key_at(t0, (run - run0)*RUN) : logits + (h0 + h)*a.ld + t0;
+                    *(float4 *) &to[p] = make_float4(x[h][j*4], x[h][j*4 + 1], x[h][j*4 + 2], x[h][j*4 + 3]);
                 }
             }
         }
@@ -185,9 +186,14 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::score_rows(running
             const int h = lane % 8;
             if (h < n_head && i < n) {
                 const float x = make_logit(mine, mt, 1.0f, sa.softcap, m.slope[h]);
-                logits[(h0 + h)*a.ld + t] = GB == 1 ? as_key(x) : x;
+                if (GB > 1 || !SPARQ_SMEM_KEYS) {
+                    logits[(h0 + h)*a.ld + t] = GB == 1 ? as_key(x) : x;
+                }
                 if (GB == 1) {
                     const int o = shared_rows ? n_chunk*LAYER_CHUNK + i : t - run0*RUN;
+                    if (SPARQ_SMEM_KEYS) {
+                        keys[o] = as_key(x);
+                    }
                     count_key(as_key(x), m.marks[o/32] >> o % 32 & 1);
                 }
 #pragma unroll

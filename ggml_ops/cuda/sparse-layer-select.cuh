@@ -12,19 +12,11 @@ struct cluster_counter {
     int n_block, rank, turn = 0;
 
     __device__ __forceinline__ int sum(int x, int * n_warp, int * before) {
-        x = warp_sum(x);
-        __syncthreads(); // n_warp of the last one was read
-        if (threadIdx.x % 32 == 0) {
-            n_warp[threadIdx.x/32] = x;
+        const int all = block_sum<N_THREAD>(x, n_warp);
+        if (threadIdx.x == 0) {
+            slot[turn] = all;
         }
-        __syncthreads();
-        if (threadIdx.x < 32) {
-            const int all = warp_sum(threadIdx.x < N_WARP ? n_warp[threadIdx.x] : 0);
-            if (threadIdx.x == 0) {
-                slot[turn] = all;
-            }
-        }
-        cluster_arrive();
+        cluster_arrive<SPARQ_FENCE != 0>();
         cluster_wait();
         const int r = threadIdx.x % 32, y = r < n_block ? *cluster_at(&slot[turn], r) : 0;
         *before = warp_sum(r < rank ? y : 0);
@@ -78,17 +70,19 @@ __device__ __forceinline__ int layer_block<N_BIT, GB, TYPE>::place4(int c) const
 template <int N_BIT, int GB, int TYPE>
 template <typename F>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::for_keys(const F & f) const {
-    const auto load = [&](int t) { return t >= 0 ? *(const float4 *) &keys[t] : make_float4(neg_inf(), neg_inf(), neg_inf(), neg_inf()); };
+    const auto load = [&](int t, int c) {
+        return t >= 0 ? *(const float4 *) &keys[key_at(t, c*LAYER_CHUNK + lane*4)] : make_float4(neg_inf(), neg_inf(), neg_inf(), neg_inf());
+    };
     const int n = n_chunks();
     int next_t = warp < n ? place4(warp) : -1;
-    float4 next = load(next_t);
+    float4 next = load(next_t, warp);
 #pragma unroll 1
     for (int c = warp; c < n; c += N_WARP) {
         const int t = next_t, i = c*LAYER_CHUNK + lane*4;
         float y[4] = { next.x, next.y, next.z, next.w };
         if (c + N_WARP < n) {
             next_t = place4(c + N_WARP);
-            next   = load(next_t);
+            next   = load(next_t, c + N_WARP);
         }
         const unsigned marks = m.marks[i/32] >> i % 32 & 0xF;
         if (marks) {
@@ -125,7 +119,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::make_keys() {
         for (int l = 0; l < 4; ++l) {
             y[l] = first[l] == neg_inf() ? neg_inf() : fmaxf(y[l], neg_inf()); // NaN is hidden
         }
-        *(float4 *) &keys[t] = make_float4(y[0], y[1], y[2], y[3]);
+        *(float4 *) &keys[key_at(t, c*LAYER_CHUNK + lane*4)] = make_float4(y[0], y[1], y[2], y[3]);
     }
     __syncwarp(); // a warp reads the keys that it made itself
 }
@@ -229,7 +223,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_cut() {
             }
             break;
         }
-        arrive();
+        arrive<true>();
         wait(); // the histograms were read
         if (is_open) {
             bin.complete(m.least, m.top[0]);
@@ -243,7 +237,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_cut() {
         __syncthreads();
         count_keys();
         sum_bins();
-        arrive();
+        arrive<true>();
         wait();
     }
 }
@@ -256,7 +250,7 @@ __device__ __forceinline__ int layer_block<N_BIT, GB, TYPE>::mark_selected(bool 
     cluster_counter counter = { m.slot, n_block, rank };
     int64_t least = (int64_t) ORDER_HIDDEN + 1, most = ORDER_FORCED; // the largest order that k reach
     int  t0 = 0, t1 = n_kv; // the first bound below which there are enough
-    int2 * cand = a.cand + u*LAYER_CAND + m.at_cand;
+    int2 * cand = SPARQ_SMEM_KEYS ? own_cand() : a.cand + u*LAYER_CAND + m.at_cand;
     int at_sel = m.at_sel;
 #pragma unroll 1
     for (bool last = !has_ties; ; ) {
@@ -301,6 +295,13 @@ __device__ __forceinline__ int layer_block<N_BIT, GB, TYPE>::mark_selected(bool 
     return at_sel;
 }
 
+// the approximate mass of what is selected, with one query head, see OWN_MASS
+template <int N_BIT, int GB, int TYPE>
+__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::add_mass(float key) {
+    mass      += expf(key - m.top[0]);
+    mass_root += expf(0.25f*(key - m.top[0]));
+}
+
 // own cells that have a bit in m.marks -> sel
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::write_list(int at) {
@@ -309,13 +310,22 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::write_list(int at)
 #pragma unroll 1
     for (int j = w0 + lane; j < w1; j += 32) {
         n += __popc(m.marks[j]);
+        if (OWN_MASS && mean_v) {
+#pragma unroll 1
+            for (unsigned bits = m.marks[j]; bits; bits &= bits - 1) {
+                add_mass(keys[j/4*LAYER_CHUNK + (__ffs((int) bits) - 1)*4 + j % 4]);
+            }
+        }
     }
     n = warp_sum(n);
     if (lane == 0) {
         m.n_warp[warp] = n;
     }
+    if (SPARQ_SMEM_KEYS && tid == 0) {
+        m.at_list = at;
+    }
     __syncthreads();
-    int32_t * to = a.sel + u*a.topk_max + at + warp_sum(lane < warp ? m.n_warp[lane] : 0);
+    int32_t * to = (SPARQ_SMEM_KEYS ? (int32_t *) keys : a.sel + u*a.topk_max + at) + warp_sum(lane < warp ? m.n_warp[lane] : 0); // keys were read
 #pragma unroll 1
     for (int j0 = w0; j0 < w1; j0 += 32) {
         const unsigned mine = j0 + lane < w1 ? m.marks[j0 + lane] : 0;
@@ -332,11 +342,30 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::write_list(int at)
     }
 }
 
+// number j of what is selected, but for the candidates; number i of these
+template <int N_BIT, int GB, int TYPE>
+__device__ __forceinline__ int layer_block<N_BIT, GB, TYPE>::selected(int j) const {
+    if (!SPARQ_SMEM_KEYS) {
+        return __ldcg(&a.sel[u*a.topk_max + j]);
+    }
+    const int r = owner_of(j, m.at_lists);
+    return *cluster_at((const int *) keys + j - m.at_lists[r], r);
+}
+
+template <int N_BIT, int GB, int TYPE>
+__device__ __forceinline__ int2 layer_block<N_BIT, GB, TYPE>::candidate(int i) const {
+    if (!SPARQ_SMEM_KEYS) {
+        return __ldcg(&a.cand[u*LAYER_CAND + i]);
+    }
+    const int r = owner_of(i, m.at_cands);
+    return *cluster_at(own_cand() + i - m.at_cands[r], r);
+}
+
 // the best of the n_cand candidates of all blocks -> m.chosen
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::choose(int n_cand) {
     for (int i = tid; i < n_cand; i += N_THREAD) {
-        m.cand[i] = __ldcg(&a.cand[u*LAYER_CAND + i]);
+        m.cand[i] = candidate(i);
     }
     __syncthreads();
     for (int i = tid; i < n_cand; i += N_THREAD) {
@@ -349,6 +378,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::choose(int n_cand)
         }
         if (better < m.n_need) {
             m.chosen[better] = x.x;
+            if (OWN_MASS && mean_v && i % n_block == rank) {
+                add_mass(order_value(x.y));
+            }
         }
     }
 }
@@ -363,8 +395,15 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::select() {
     __syncthreads();
     write_list(at_sel);
     n_above = has_ties ? n_sel : n_sel - m.n_need;
-    arrive();
+    arrive<OWN_MASS>();
     wait(); // C
+    if (SPARQ_SMEM_KEYS) {
+        if (tid < n_block) {
+            m.at_lists[tid] = *cluster_at(&m.at_list, tid);
+            m.at_cands[tid] = *cluster_at(&m.at_cand, tid);
+        }
+        __syncthreads();
+    }
     choose(has_ties ? 0 : m.n_cand);
 }
 

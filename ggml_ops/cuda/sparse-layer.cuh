@@ -60,7 +60,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
             sum_bins();
         }
     }
-    arrive(); // A; with one query head per KV head it is B, too
+    arrive<true>(); // A; with one query head per KV head it is B, too
     if (GB > 1 && !every) {
         mark_forced();
     }
@@ -77,17 +77,21 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
             bin.base  = max((__float_as_int(__fdividef(1.02f*n_group_q, (float) max(min(kl[0], a.topk_max), 1))) >> 17) - (LAYER_BINS - 3), 0) << 17;
             count_keys();
             sum_bins();
-            arrive();
+            arrive<true>();
             wait(); // B
         }
         select();
     }
     attend();
-    arrive();
+    arrive<SPARQ_DSMEM_FINISH>();
     wait(); // D
     finish();
     if (ta.stats && rank == 0 && warp == 0) {
         count();
+    }
+    if (SPARQ_DSMEM_FINISH) { // others read what this block has
+        arrive<true>();
+        wait();
     }
 }
 

@@ -37,31 +37,19 @@ __device__ __forceinline__ bool is_second(int i) { return TWO_GROUPS<N_BIT> && i
 // layouts give the same bits
 template <int N_BIT>
 __device__ __forceinline__ float sum_spans(const float (&x)[N_SPAN]) {
-    const auto add = [](float v, int lanes) { return v + __shfl_xor_sync(ALL, v, lanes); };
+    const auto add = [](float v, auto... lanes) {
+        ((v += __shfl_xor_sync(ALL, v, lanes)), ...);
+        return v;
+    };
+    float v[N_SPAN];
+#pragma unroll
+    for (int i = 0; i < N_SPAN; ++i) {
+        v[i] = N_BIT == 8 ? add(x[i], 1, 2) : N_BIT == 4 ? add(x[i], 2, 4) : x[i];
+    }
     if (N_BIT == 8) {
-        float v[N_SPAN];
-#pragma unroll
-        for (int i = 0; i < N_SPAN; ++i) {
-            v[i] = add(add(x[i], 1), 2);
-        }
-        return add(add(add((v[0] + v[1]) + (v[2] + v[3]), 4), 8), 16);
+        return add((v[0] + v[1]) + (v[2] + v[3]), 4, 8, 16);
     }
-    if (N_BIT == 4) {
-        float v[N_SPAN];
-#pragma unroll
-        for (int i = 0; i < N_SPAN; ++i) {
-            v[i] = add(add(x[i], 2), 4);
-        }
-        const float lo = add(v[0] + v[2], 1), hi = add(v[1] + v[3], 1);
-        return add(add(lo + hi, 8), 16);
-    }
-    float lo = x[0] + x[1], hi = x[2] + x[3];
-#pragma unroll
-    for (int o = 1; o < 32; o *= 2) {
-        lo = add(lo, o);
-        hi = add(hi, o);
-    }
-    return lo + hi;
+    return N_BIT == 4 ? add(add(v[0] + v[2], 1) + add(v[1] + v[3], 1), 8, 16) : add(v[0] + v[1], 1, 2, 4, 8, 16) + add(v[2] + v[3], 1, 2, 4, 8, 16);
 }
 
 // byte l of four words, for l = 0..3
@@ -100,9 +88,10 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float
     const int  lane = threadIdx.x % N_LANE, slot = threadIdx.x % 32/N_LANE, n_pad = (n_comp + COEF_PAD - 1)/COEF_PAD*COEF_PAD;
     static_assert(COEF_PAD % AT_ONCE<N_BIT, GB> == 0, "scans go beyond the last component");
     const auto range_of = [&](int i) { return (const half *) (range + m.comp[i]*nb_comp); };
+    constexpr int N = SPARQ_PIPE_SCAN ? 4 : 1; // ranges that are asked for at once
 
     float top[GB] = {}, inv[GB];
-#pragma unroll 1
+#pragma unroll N
     for (int i = lane; i < n_comp; i += N_LANE) {
         const float size = __half2float(range_of(i)[0]);
 #pragma unroll
@@ -118,7 +107,7 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float
         step[h] = __fdiv_rn(top[h], MOST);
         base[h] = 0.0f;
     }
-#pragma unroll 1
+#pragma unroll N
     for (int i = lane; i < n_pad; i += N_LANE) {
         const bool  in = i < n_comp;
         const float size = in ? __half2float(range_of(i)[0]) : 0.0f, zero = in ? __half2float(range_of(i)[1]) : 0.0f;
@@ -144,6 +133,36 @@ __device__ __forceinline__ void make_coef(score_shared<N_BIT, GB, NT> & m, float
     __syncwarp();
 }
 
+// sums of the heads, and the codes of four components times their whole coefficients w0(head), w1(head)
+template <int N_BIT, int N, typename C, typename F0, typename F1>
+__device__ __forceinline__ void add_codes(int (&sum)[N][PER_LANE], const C * raw, const F0 & w0_of, const F1 & w1_of) {
+#pragma unroll
+    for (int word = 0; word < (N_BIT == 4 ? 2 : 4); ++word) {
+        unsigned from[4], v[4]; // of the four at the four positions of a span
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            from[j] = ((const unsigned *) &raw[j])[word];
+        }
+        zip4(v, from);
+#pragma unroll
+        for (int h = 0; h < N; ++h) {
+            const int w0 = w0_of(h), w1 = w1_of(h);
+#pragma unroll
+            for (int l = 0; l < 4; ++l) {
+                if (N_BIT == 8) {
+                    int & y = sum[h][word*4 + l];
+                    const int code = (int) (v[l] ^ 0x80808080u);
+                    y = __dp4a(code, w1, y) + 64*__dp4a(code, w0, 0);
+                } else { // the high halves are of the next span
+                    int & y = sum[h][word*8 + l], & z = sum[h][word*8 + 4 + l];
+                    y = __dp4a((int) (v[l]      & 0x0F0F0F0Fu), w0, y);
+                    z = __dp4a((int) (v[l] >> 4 & 0x0F0F0F0Fu), w0, z);
+                }
+            }
+        }
+    }
+}
+
 // the products at a lane's positions, from codes; k_t: the KV head's first component at these positions
 //   make: makes the coefficients, step and base, while the first codes are on their way; N: components whose codes are read at once
 template <int N, int N_BIT, int GB, int NT, typename F>
@@ -154,45 +173,30 @@ __device__ __forceinline__ void scan_codes(
     const int slot = threadIdx.x % 32/8; // the lane's group
     int sum[GB][PER_LANE] = {};
     typename codes<N_BIT>::type raw[N];
-    const auto load = [&](int i0) {
+    const auto load = [&](int i0, int begin, int end) { // raw[begin .. end - 1] of those from i0 on
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
+        for (int j = begin; j < end; ++j) {
+#if SPARQ_PIPE_SCAN
+            raw[j] = *(const typename codes<N_BIT>::type *) (k_t + m.at[i0 + j]);
+#else
             raw[j] = *(const typename codes<N_BIT>::type *) (k_t + m.comp[min(i0 + j, n_comp - 1)]*nb_comp);
+#endif
         }
     };
-    load(0);
+    load(0, 0, N);
     make();
 #pragma unroll 1
     for (int i0 = 0; i0 < n_comp; i0 += N) {
-        if (i0 > 0) {
-            load(i0);
+        if (i0 > 0 && !SPARQ_PIPE_SCAN) {
+            load(i0, 0, N);
         }
 #pragma unroll
         for (int b = 0; b < N; b += 4) {
-#pragma unroll
-            for (int word = 0; word < (N_BIT == 4 ? 2 : 4); ++word) {
-                unsigned from[4], v[4]; // codes of four components at the four positions of a span
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    from[j] = ((const unsigned *) &raw[b + j])[word];
-                }
-                zip4(v, from);
-#pragma unroll
-                for (int h = 0; h < GB; ++h) {
-                    const int w0 = *(const int *) &m.w0[w][slot][h][i0 + b], w1 = N_BIT == 8 ? *(const int *) &m.w1[w][slot][h][i0 + b] : 0;
-#pragma unroll
-                    for (int l = 0; l < 4; ++l) {
-                        if (N_BIT == 8) {
-                            int & y = sum[h][word*4 + l];
-                            const int code = (int) (v[l] ^ 0x80808080u);
-                            y = __dp4a(code, w1, y) + 64*__dp4a(code, w0, 0);
-                        } else { // the high halves are of the next span
-                            int & y = sum[h][word*8 + l], & z = sum[h][word*8 + 4 + l];
-                            y = __dp4a((int) (v[l]      & 0x0F0F0F0Fu), w0, y);
-                            z = __dp4a((int) (v[l] >> 4 & 0x0F0F0F0Fu), w0, z);
-                        }
-                    }
-                }
+            const auto w0 = [&](int h) { return *(const int *) &m.w0[w][slot][h][i0 + b]; };
+            const auto w1 = [&](int h) { return N_BIT == 8 ? *(const int *) &m.w1[w][slot][h][i0 + b] : 0; };
+            add_codes<N_BIT>(sum, raw + b, w0, w1);
+            if (SPARQ_PIPE_SCAN && i0 + N < n_comp) {
+                load(i0 + N, b, b + 4);
             }
         }
     }
@@ -237,24 +241,7 @@ __device__ __forceinline__ void scan_line(
 #pragma unroll
             for (int b = 0; b < N; b += 4) {
                 const bool in = i0 + b < per;
-#pragma unroll
-                for (int word = 0; word < 2; ++word) {
-                    unsigned from[4], v[4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        from[j] = word == 0 ? raw[b + j].x : raw[b + j].y;
-                    }
-                    zip4(v, from);
-#pragma unroll
-                    for (int h = 0; h < HEADS; ++h) {
-                        const int w0 = in ? *(const int *) &m.w0[w][0][h0 + h][first + i0 + b] : 0;
-#pragma unroll
-                        for (int l = 0; l < 4; ++l) {
-                            sum[h][word*8 + l]     = __dp4a((int) (v[l]      & 0x0F0F0F0Fu), w0, sum[h][word*8 + l]);
-                            sum[h][word*8 + 4 + l] = __dp4a((int) (v[l] >> 4 & 0x0F0F0F0Fu), w0, sum[h][word*8 + 4 + l]);
-                        }
-                    }
-                }
+                add_codes<4>(sum, raw + b, [&](int h) { return in ? *(const int *) &m.w0[w][0][h0 + h][first + i0 + b] : 0; }, [](int) { return 0; });
             }
         }
 #pragma unroll
@@ -306,7 +293,7 @@ __device__ __forceinline__ void scan_f16(
 
 // the largest logit of a run and the sum of exp(logit - it), NaN if there is a NaN; x: those of a lane. The work of a warp
 template <int N_BIT>
-__device__ __forceinline__ void finish_run(const score_args & a, const float (&x)[PER_LANE], int64_t head, int64_t run) {
+__device__ __forceinline__ void finish_run(const float (&x)[PER_LANE], float * run_max, float * run_sum, int64_t at) {
     float top = neg_inf();
 #pragma unroll
     for (int p = 0; p < PER_LANE; ++p) {
@@ -326,8 +313,8 @@ __device__ __forceinline__ void finish_run(const score_args & a, const float (&x
     }
     const float all = sum_spans<N_BIT>(sum);
     if (threadIdx.x % 32 == 0) {
-        a.run_max[head*a.n_run + run] = top;
-        a.run_sum[head*a.n_run + run] = all;
+        run_max[at] = top;
+        run_sum[at] = all;
     }
 }
 
@@ -467,7 +454,7 @@ __device__ __forceinline__ void write_run(float (&x)[PER_LANE], const score_args
         }
     }
     if (a.run_max) {
-        finish_run<N_BIT>(a, x, head, run);
+        finish_run<N_BIT>(x, a.run_max, a.run_sum, head*a.n_run + run);
     }
 }
 
@@ -548,36 +535,10 @@ static __global__ void __launch_bounds__(NT, score_blocks(N_BIT, GB, NT)) score(
     if (!a.stats) {
         return;
     }
-    bytes = lane_sum<32>(bytes);
-    if (lane == 0) {
-        m.bytes[w] = bytes;
+    bytes = block_sum<NT>(bytes, m.bytes);
+    if (tid == 0 && bytes > 0) { // once per block: additions to one place wait for each other
+        add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes);
     }
-    __syncthreads();
-    if (tid == 0) { // once per block: additions to one place wait for each other
-#pragma unroll 1
-        for (int v = 1; v < N_WARP; ++v) {
-            bytes += m.bytes[v];
-        }
-        if (bytes > 0) {
-            add_stat(a.stats, GGML_SPARSE_STAT_BYTES_SCORE, bytes);
-        }
-    }
-}
-
-// the same where the logits come from another node, bit for bit; a warp per (run, query head)
-static __global__ void __launch_bounds__(N_THREAD) sum_runs(const score_args a) {
-    begin_kernel();
-    const int64_t run = (int64_t) blockIdx.x*N_WARP + threadIdx.x/32, head = (int64_t) blockIdx.z*a.n_head + blockIdx.y;
-    if (run >= a.n_run) {
-        return;
-    }
-    float x[PER_LANE];
-#pragma unroll
-    for (int p = 0; p < PER_LANE; ++p) {
-        const int64_t t = run*RUN + span_position<16>(threadIdx.x % 32, p/4) + p % 4;
-        x[p] = t < a.n_kv ? a.logits[head*a.n_kv + t] : neg_inf();
-    }
-    finish_run<16>(a, x, head, run);
 }
 
 } // namespace sparse_cuda

@@ -100,11 +100,7 @@ __device__ inline void sum_v(const seal_args & a, int64_t h, int64_t s, int64_t 
     if (r < n_part) {
         float sum[8] = {};
         for (int t = r; t < GROUP; t += n_part) {
-            float x[8];
-            load_span<ANY>(x, a.v.type, a.v.at(h, g*GROUP + t, s), c, a.d_v);
-            for (int l = 0; l < 8; ++l) {
-                sum[l] += x[l];
-            }
+            add8(sum, a.v.type, a.v.at(h, g*GROUP + t, s), c, a.d_v);
         }
         for (int l = 0; l < 8; ++l) {
             part[r][c + l] = sum[l];

@@ -58,16 +58,4 @@ __device__ __forceinline__ float2 sum_head(const select_args & a, int64_t head) 
     return make_float2(top > neg_inf() ? top : 0.0f, all);
 }
 
-// the sum of x over the block, in all threads; buf [NT/32]
-template <int NT, typename T>
-__device__ __forceinline__ T block_sum(T x, T * buf) {
-    x = lane_sum<32>(x);
-    __syncthreads(); // the last one was read
-    if (threadIdx.x % 32 == 0) {
-        buf[threadIdx.x/32] = x;
-    }
-    __syncthreads();
-    return lane_sum<32>(threadIdx.x % 32 < NT/32 ? buf[threadIdx.x % 32] : (T) 0);
-}
-
 } // namespace sparse_cuda

@@ -5,6 +5,7 @@
 // A head is listed first, by many blocks: each guesses the cut from the same sample and lists those of its cells that reach it (list_keys); then a block
 // finds the cut among what was listed (select). The result does not depend on the guess: where it was too high, the block reads all keys.
 
+#include "sparse-score.cuh"
 #include "sparse-select-top-p.cuh"
 
 namespace sparse_cuda {
@@ -13,6 +14,22 @@ constexpr int N_SMALL   = 4096; // positions of a head that is listed whole
 constexpr int LIST_KEYS = 2048; // positions that a block of list_keys() looks at
 constexpr int LIST_MAX  = 1024; // lists of a head at most
 constexpr int N_SAMPLE  = 1024; // positions of a head that the cut is guessed from
+
+// what score() says of runs, bit for bit, where the logits come from another node; a warp per (run, query head)
+static __global__ void __launch_bounds__(N_THREAD) sum_runs(const select_args a) {
+    begin_kernel();
+    const int64_t run = (int64_t) blockIdx.x*N_WARP + threadIdx.x/32, head = (int64_t) blockIdx.z*a.n_head + blockIdx.y;
+    if (run >= a.n_run) {
+        return;
+    }
+    float x[PER_LANE];
+#pragma unroll
+    for (int p = 0; p < PER_LANE; ++p) {
+        const int64_t t = run*RUN + span_position<16>(threadIdx.x % 32, p/4) + p % 4;
+        x[p] = t < a.n_kv ? a.logits[head*a.n_kv + t] : neg_inf();
+    }
+    finish_run<16>(x, a.run_max, a.run_sum, head*a.n_run + run);
+}
 
 // which of the sample's keys, by size, the cut is guessed to be, where `want` of them are above it on average: five standard deviations later, since
 // after a guess that is too high one block reads all keys
@@ -180,26 +197,12 @@ static __global__ void __launch_bounds__(N_THREAD) list_keys(const select_args a
     }
 }
 
-// a token that reads every visible position: nothing is ranked
-template <int NT>
-__device__ __forceinline__ void select_every(const select_args & a, int32_t * res) {
-    for (int j = threadIdx.x; j < a.topk_max; j += NT) {
-        res[1 + a.n_group_q + j] = -1;
-    }
-    for (int j = threadIdx.x; j < a.n_group_q; j += NT) {
-        ((float *) res)[1 + j] = neg_inf();
-    }
-    if (threadIdx.x == 0) {
-        res[0] = GGML_SPARSE_SELECT_ALL;
-    }
-}
-
 // rest of each query head, beside the n_sel cells -> out [n_group_q] (ggml-sparse.h, SELECT); -inf where it is not asked for
 template <int NT>
 __device__ __forceinline__ void write_rest(const select_args & a, int64_t u, const int32_t * cells, int n_sel, float * out, float * buf) {
     for (int h = 0; h < a.n_group_q; ++h) {
         float rest = neg_inf();
-        if (a.rest) {
+        if (a.rest && n_sel >= 0) {
             const int64_t head = u*a.n_group_q + h;
             const float2  x    = sum_head(a, head);
             float kept = 0.0f, root = 0.0f;
@@ -221,63 +224,13 @@ __device__ __forceinline__ void write_rest(const select_args & a, int64_t u, con
     }
 }
 
-// the k largest of what the threads hold, ties to the lower cell -> cells, ascending; returns how many
-//   x, cell_of(j): orders and cells, in the order of (warp, j, lane); n: how many cells are held that can be selected; per: the j that are in use
-template <int NT, int N, typename F>
-__device__ __forceinline__ int select_held(counter<NT> & block, const int (&x)[N], const F & cell_of, int per, int n, int k, int n_in, int32_t * cells,
-        int2 * n_warp) {
-    const int n_sel = min(n, max(k, 0));
-    cell_writer<NT> to = { cells, n_warp, cut_of(block, n, k, n_in, [&](const auto & f) {
-#pragma unroll
-                              for (int j = 0; j < N; ++j) {
-                                  if (j >= per) {
-                                      break;
-                                  }
-                                  f(x[j]);
-                              }
-                          }) };
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        if (j >= per) {
-            break;
-        }
-        to.see(x[j]);
-    }
-    to.start(n_sel);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        if (j >= per) {
-            break;
-        }
-        to.write(x[j], cell_of(j));
-    }
-    return n_sel;
-}
-
-// the same of more cells than threads hold, from the lists in memory; a warp has lists beside each other
-//   first [n_list + 1] shared: how many cells the lists before one have
-template <int NT>
-__device__ __forceinline__ int select_listed(counter<NT> & block, const select_args & a, int64_t u, const int * first, int n, int k, int n_in, int32_t * cells,
-        int2 * n_warp) {
-    const int per = ((int) a.n_list + NT/32 - 1)/(NT/32), b0 = min((int) threadIdx.x/32*per, (int) a.n_list), b1 = min(b0 + per, (int) a.n_list);
-    return select_read(block, n, k, n_in, cells, n_warp, [&](const auto & f) { // by whole warps
-        for (int b = b0; b < b1; ++b) {
-            const int2 * list = a.list + (u*a.n_list + b)*LIST_KEYS;
-            const int c = first[b + 1] - first[b], lane = threadIdx.x % 32;
-#pragma unroll 4
-            for (int j = 0; j < c; j += 32) {
-                f(j + lane < c ? list[j + lane] : make_int2(-1, ORDER_HIDDEN));
-            }
-        }
-    });
-}
-
-// what a selection ends with: n_sel cells are there
+// what a selection ends with: n_sel cells are there; GGML_SPARSE_SELECT_ALL: nothing is ranked, the token reads every visible position
 template <int NT>
 __device__ __forceinline__ void finish_select(const select_args & a, int64_t u, int32_t * res, int n_sel) {
     __shared__ float sum_f[NT/32];
     int32_t * cells = res + 1 + a.n_group_q;
-    for (int j = n_sel + (int) threadIdx.x; j < a.topk_max; j += NT) {
+    static_assert(GGML_SPARSE_SELECT_ALL < 0, "it is no number of cells");
+    for (int j = max(n_sel, 0) + (int) threadIdx.x; j < a.topk_max; j += NT) {
         cells[j] = -1;
     }
     if (threadIdx.x == 0) {
@@ -328,7 +281,7 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     const int32_t * kl = at.kl;
     int32_t * res = at.res, * cells = res + 1 + a.n_group_q;
     if (kl[0] < 0) {
-        select_every<NT>(a, res);
+        finish_select<NT>(a, u, res, GGML_SPARSE_SELECT_ALL);
         return;
     }
     const int w = threadIdx.x/32, lane = threadIdx.x % 32;
@@ -349,7 +302,17 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
     if (is_read) {
         n_sel = select_all(block, a, at, k, n_in, cells, n_warp);
     } else if (n > NT*N_HELD) {
-        n_sel = select_listed<NT>(block, a, u, first, n, k, n_in, cells, n_warp);
+        const int n_list = (int) a.n_list, lists = (n_list + NW - 1)/NW, b0 = min(w*lists, n_list), b1 = min(b0 + lists, n_list); // of a warp
+        n_sel = select_read(block, n, k, n_in, cells, n_warp, [&](const auto & f) { // from the lists in memory, by whole warps
+            for (int b = b0; b < b1; ++b) {
+                const int2 * list = a.list + (u*n_list + b)*LIST_KEYS;
+                const int c = first[b + 1] - first[b];
+#pragma unroll 4
+                for (int j = 0; j < c; j += 32) {
+                    f(j + lane < c ? list[j + lane] : make_int2(-1, ORDER_HIDDEN));
+                }
+            }
+        });
     } else {
         const int per = (n + NT - 1)/NT;
         int x[N_HELD], cell[N_HELD];
@@ -375,7 +338,15 @@ static __global__ void __launch_bounds__(NT, NT == 1024 ? 1 : 3) select(const se
                 x[j]    = found.y;
             }
         }
-        n_sel = select_held<NT>(block, x, [&](int j) { return cell[j]; }, per, n, k, n_in, cells, n_warp);
+        n_sel = select_read(block, n, k, n_in, cells, n_warp, [&](const auto & f) { // in the order of (warp, j, lane)
+#pragma unroll
+            for (int j = 0; j < N_HELD; ++j) {
+                if (j >= per) {
+                    break;
+                }
+                f(make_int2(cell[j], x[j]));
+            }
+        });
     }
     if constexpr (NT == TOP_P_THREADS) {
         if (is_top_p) {

@@ -39,6 +39,11 @@ static void kernel(int * out, int kind) {
     }
     if (kind == 5) {
         __syncthreads(); // is none of the cluster
+    } else if (kind == 13) {
+        out[b*64 + t] = 1;
+        cluster_arrive<true>(); // is none for global memory
+        cluster_wait();
+        sum += __ldcg(&out[(b + 3) % 4*64 + t]);
     } else if (kind != 6 || b > 0) {
         cluster_arrive();
         cluster_wait();
@@ -89,6 +94,7 @@ NOTICED = (
     *("528051 528050", "before begin_kernel", "a race", "threads wait"),
     *("different operations", "a race", "a race", "not in the shared memory of a cluster"),
     *("a race", "through the L1 cache", "a race", "outside of all tensors", "misaligned"),
+    "a race in global memory",
 )
 
 

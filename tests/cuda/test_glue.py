@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import cases
@@ -12,6 +13,7 @@ import pytest
 import test_steps
 from cases import Case
 from graphs import Sources
+from test_layer import planned
 
 CASE = Case(n_kv=1500, heads=(7, 1), d=64, mask="part", extra="mean_v+sinks", strided=True)
 
@@ -24,24 +26,19 @@ CASE = Case(n_kv=1500, heads=(7, 1), d=64, mask="part", extra="mean_v+sinks", st
 )
 def test_any_number_of_multiprocessors(case: Case, n_sm: int, ggml) -> None:
     """1: a block walks all its runs, rows are not split. 200: as many blocks as there are tiles."""
-    ggml.n_sm = n_sm
-    try:
+    with planned(ggml, n_sm):
         test_steps.check_steps(case, ggml)
-    finally:
-        ggml.n_sm = 0
 
 
 def test_what_is_refused(ggml) -> None:
     """An old GPU, another maker's, a shadow whose rows begin anywhere, too many positions."""
     data = cases.make(Case(n_kv=512, d=64, heads=(4, 2), sealed="all"))
     odd = replace(data, k_t=np.concatenate([data.k_t, data.k_t[..., :3]], axis=-1))
-    for cc, data_, runs in ((900, data, True), (750, data, True), (700, data, False)):
-        ggml.cc = cc
-        assert runs == _runs(ggml, data_)
-    for cc, data_ in ((0x1000000 + 900, data), (900, odd)):
-        ggml.cc = cc
-        assert not _runs(ggml, data_)
-    ggml.cc = 900
+    runs, refused = nullcontext(), pytest.raises(NotImplementedError)
+    cases_ = [(900, data, runs), (750, data, runs), (700, data, refused)]
+    for cc, data_, context in [*cases_, (0x1000000 + 900, data, refused), (900, odd, refused)]:
+        with planned(ggml, cc=cc), context, ggml.graph() as graph:
+            graph.compute(graphs.score_select(Sources(data_, graph)))
     with pytest.raises(NotImplementedError):  # lists end at two million positions
         test_steps.run_select(ggml, np.zeros((1, 1, 1, 2**21 + 1), np.float32), 1)
 
@@ -54,15 +51,6 @@ def test_a_shadow_is_not_read_behind_its_end(op, heads, ggml) -> None:
     data = cases.make(Case(n_kv=1000, heads=heads, rank="d", mask="open", sealed="all"))
     with ggml.graph() as graph:
         graph.compute(op(Sources(replace(data, k_t=data.k_t[:, :, : 7 * cases.GROUP]), graph)))
-
-
-def _runs(ggml, data: cases.Data) -> bool:
-    with ggml.graph() as graph:
-        try:
-            graph.compute(graphs.score_select(Sources(data, graph)))
-        except NotImplementedError:
-            return False
-        return True
 
 
 @pytest.mark.parametrize("kind", ["too high", "too low", "more forced than fit"])

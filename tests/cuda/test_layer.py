@@ -58,11 +58,12 @@ def test_as_separate_launches(heads: tuple[int, int], n_sm: int, ggml) -> None:
 @pytest.mark.parametrize("heads", HEADS[:2])
 def test_codes(n_bit: int, heads: tuple[int, int], ggml) -> None:
     """With runs that end early, or have groups for one of two tokens or none."""
-    n_kv = 11 * cases.GROUP
+    n_grp = 72 if heads == (2, 2) else 11  # a block that has eight runs scans them whole
+    n_kv = n_grp * cases.GROUP
     rng = np.random.default_rng(n_bit)
     k, v = (test_quant.keys(rng, (1, n_kv, heads[1], 64)) for _ in "kv")
     q = rng.standard_normal((1, 2, heads[0], 64)).astype(np.float32)
-    shadow, sealed = test_quant.shadow_of(ggml, n_bit, k, np.arange(11) != 6)
+    shadow, sealed = test_quant.shadow_of(ggml, n_bit, k, np.arange(n_grp) != 6)
     sealed[0, 9] = 2
     params = ScoreSelectParams(ScoreParams(16, 0.125, 0, 0, n_bit), SelectParams(99, heads[1], 0))
     given = test_quant.given_of(shadow, q, k, sealed, np.zeros((1, 1, 2, n_kv), np.float32))
@@ -159,7 +160,6 @@ def test_when_it_is_one_launch(ggml) -> None:
     plain = Case(n_kv=600, heads=(4, 2))
     for case, cc, one in [
         (plain, 900, True),
-        (plain, 1200, True),
         (plain, 890, False),
         (replace(plain, extra="top_p"), 900, False),
         (replace(plain, heads=(64, 1)), 900, False),

@@ -57,8 +57,7 @@ def parse_report(text: str) -> dict[str, Resources]:
 
 
 def kernel_name(mangled: str) -> str:
-    """Itanium mangling of a function of our namespace: its name, and whole numbers in its template
-    arguments."""
+    """Of a mangled function of our namespace, with whole numbers among its template arguments."""
     length, rest = re.search(r"sparse_cuda(\d+)(.*)", mangled).groups()
     name, rest = rest[: int(length)], rest[int(length) :]
     numbers = re.match(r"I((?:Li(?:n?\d+)E)+)E", rest)
@@ -85,10 +84,8 @@ def is_hot(name: str) -> bool:
 
 def compile_for(arch: str, headers: Path, folder: Path) -> dict[str, Resources]:
     argv = ["nvcc", *cuda_lib.NVCC_FLAGS, f"-arch={arch}", "-Xptxas=-v", "-cubin"]
-    argv += [*cuda_lib.include_flags(headers), str(cuda_lib.SOURCES[0])]
-    done = subprocess.run(
-        [*argv, "-o", str(folder / f"{arch}.cubin")], capture_output=True, text=True
-    )
+    argv += [*cuda_lib.include_flags(headers), str(cuda_lib.SOURCES[0]), "-o", str(folder / arch)]
+    done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "warning" not in done.stderr, done.stderr
     return parse_report(done.stderr)

@@ -16,8 +16,8 @@ from graphs import sparse_run
 from test_layer import CUTS, HEADS, N_SM, with_logits
 
 SELECT, ATTEND = "sparse-layer-select.cuh", "sparse-layer-attend.cuh"
-READ = "        arrive();\n        wait(); // the histograms were read\n"
-LISTED = "    arrive();\n    wait(); // C\n"
+READ = "        arrive<true>();\n        wait(); // the histograms were read\n"
+LISTED = "    arrive<OWN_MASS>();\n    wait(); // C\n"
 
 
 @pytest.mark.slow  # each is compiled
@@ -25,9 +25,10 @@ LISTED = "    arrive();\n    wait(); // C\n"
     ("file", "old", "new", "message"),
     [
         ("sparse-layer.cuh", "if (!is_early)", "if (is_early)", "begin_kernel"),
-        (ATTEND, "__ldcg(&st[d_v])", "st[d_v]", "L1 cache"),
+        (ATTEND, "of_block(&st[d_v])", "st[d_v]", "L1 cache"),
         (SELECT, READ, "", "a race"),
         (SELECT, LISTED, "", "cuda_emu"),  # reads what is no list yet
+        (SELECT, "arrive<OWN_MASS>()", "arrive<true>()", "a race in global memory"),
     ],
 )
 def test_an_edit_that_makes_a_race_is_found(
@@ -39,7 +40,7 @@ def test_an_edit_that_makes_a_race_is_found(
     text = (kernels / file).read_text()
     assert text.count(old) == 1
     (kernels / file).write_text(text.replace(old, new))
-    cuda_lib.build_host(ggml_headers, tmp_path, kernels)
+    cuda_lib.build_host(ggml_headers, tmp_path, kernels, "-DSPARQ_FENCE=1")
     logits = CUTS["ties"](np.random.default_rng(7), 3000).astype(np.float16)
 
     def run() -> None:
@@ -57,10 +58,14 @@ def test_an_edit_that_makes_a_race_is_found(
 
 @pytest.mark.slow
 def test_experiments_give_the_same(native_lib_dir, ggml_headers, tmp_path) -> None:
-    """What is off until a device has timed it (sparse-layer-block.cuh)."""
-    switches = ("-DSPARQ_EARLY=2", "-DSPARQ_HEADS_8=1", "-DSPARQ_SINGLE=1")
+    """What is off until a device has timed it (sparse-switches.cuh)."""
+    names = "EARLY=2 HEADS_8=1 SINGLE=1 FENCE=1 SMEM_KEYS=1 PIPE_SCAN=1 PIPE_ROWS=1 DSMEM_FINISH=1"
+    switches = [f"-DSPARQ_{name}" for name in names.split()]
     cuda_lib.build_host(ggml_headers, tmp_path, cuda_lib.OPS / "cuda", *switches)
     ggml = CudaGgml(native_lib_dir, tmp_path / cuda_lib.NAME)
     for heads in HEADS:
         for n_sm in N_SM:
             test_layer.test_as_separate_launches(heads, n_sm, ggml)
+    for heads in HEADS[:2]:
+        test_layer.test_codes(4, heads, ggml)
+        test_layer.test_cuts_that_are_hard_to_find("ties", heads, ggml)

@@ -50,6 +50,7 @@ struct fiber {
     jmp_buf    at;
     bool       started = false;
     unsigned   n_warp = 0, n_block = 0, n_arrived = 0, n_waited = 0; // operations so far
+    unsigned   n_released = 0, n_acquired = 0; // of barriers of the cluster, those that order global memory, too
     bool       has_begun = false; // has waited for the kernel in front
     dim3       thread;
 };
@@ -137,7 +138,7 @@ inline void run_cluster() {
     ++x.n_cluster_run;
     for (int i = 0; i < x.n; ++i) {
         x.state[i]  = 1;
-        x.f[i].n_warp = x.f[i].n_block = x.f[i].n_arrived = x.f[i].n_waited = 0;
+        x.f[i].n_warp = x.f[i].n_block = x.f[i].n_arrived = x.f[i].n_waited = x.f[i].n_released = x.f[i].n_acquired = 0;
         x.f[i].has_begun = false;
         x.f[i].thread = dim3(i % x.block.x);
     }
@@ -161,10 +162,8 @@ void launch(dim3 grid, dim3 block, const F & kernel, int n_cluster = 1, size_t n
         x.stacks = map((size_t) N_MAX*STACK);
         x.shared = map((size_t) C_MAX*SHARED);
     }
-    if (n_cluster < 1 || n_cluster > C_MAX || grid.x % n_cluster != 0 || n_cluster*block.x > N_MAX || n_shared > SHARED || block.x > 1024) {
-        fail("a cluster that CUDA would refuse, or that is not emulated");
-    }
-    if (block.y != 1 || block.z != 1 || block.x % 32 != 0 || block.x > N_MAX || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535) {
+    if (n_cluster < 1 || n_cluster > C_MAX || grid.x % n_cluster != 0 || n_cluster*block.x > N_MAX || n_shared > SHARED || block.x > 1024 ||
+            block.y != 1 || block.z != 1 || block.x % 32 != 0 || block.x > N_MAX || grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535) {
         fail("a launch that CUDA would refuse, or that is not emulated");
     }
     x.grid   = grid;
@@ -223,8 +222,9 @@ inline const int * sync_block(int value) {
     return x.block_value[parity] + b*nt;
 }
 
-inline void arrive_cluster() {
+inline void arrive_cluster(bool is_shared) {
     machine & x = m();
+    x.f[x.self].n_released += !is_shared;
     if (++x.f[x.self].n_arrived != x.n_phase + 1) {
         fail("a thread arrives twice at a barrier of the cluster, or does not wait");
     }
@@ -243,7 +243,8 @@ inline void wait_cluster() {
         x.state[x.self] = 4;
         wait();
     }
-    x.f[x.self].n_waited = x.f[x.self].n_arrived;
+    x.f[x.self].n_waited   = x.f[x.self].n_arrived;
+    x.f[x.self].n_acquired = x.f[x.self].n_released;
 }
 
 template <typename T> inline uint64_t to_bits(T v) { uint64_t b = 0; memcpy(&b, &v, sizeof(v)); return b; }
@@ -260,7 +261,6 @@ void touch(const void * p, size_t n, bool writes, by kind = by::PLAIN); // races
 
 #define threadIdx (emu::m().f[emu::m().self].thread)
 #define blockIdx  (emu::block_index())
-#define blockDim  (emu::m().block)
 #define gridDim   (emu::m().grid)
 
 static inline void __syncthreads() { emu::sync_block(0); }
@@ -297,7 +297,7 @@ static inline unsigned __ballot_sync(unsigned mask, int p) {
 static inline void __syncwarp() { __ballot_sync(0xFFFFFFFFu, 0); }
 
 // a cluster: its barrier in two halves; what another block has where this one has *p
-static inline void cluster_arrive() { emu::arrive_cluster(); }
+template <bool SHARED = false> static inline void cluster_arrive() { emu::arrive_cluster(SHARED); }
 static inline void cluster_wait()   { emu::wait_cluster(); }
 template <typename T> static inline T * cluster_at(T * p, int block) {
     if (block < 0 || block >= emu::m().n_cluster || (char *) p - emu::dynamic_shared() < 0 || (char *) p - emu::dynamic_shared() >= emu::SHARED) {
@@ -310,7 +310,6 @@ static inline void ggml_cuda_pdl_lc() {}
 
 static inline int      __popc(unsigned x)            { return __builtin_popcount(x); }
 static inline int      __ffs(int x)                  { return __builtin_ffs(x); }
-static inline unsigned __float_as_uint(float x)      { unsigned b; memcpy(&b, &x, 4); return b; }
 static inline int      __float_as_int(float x)       { int b; memcpy(&b, &x, 4); return b; }
 static inline float    __int_as_float(int b)         { float x; memcpy(&x, &b, 4); return x; }
 static inline float    __uint_as_float(unsigned b)   { float x; memcpy(&x, &b, 4); return x; }
@@ -355,4 +354,4 @@ template <typename K, typename A>
 void launch_cluster(K kernel, dim3 grid, dim3 block, int n_cluster, size_t n_shared, cudaStream_t, const A & args) {
     emu::launch(grid, block, [=] { kernel(args); }, n_cluster, n_shared);
 }
-template <typename K> int max_clusters(K, int n_cluster, size_t) { return 2*emu::m().n_sm/n_cluster; }
+template <typename K> int max_clusters(K, int n_cluster, size_t n_shared, size_t) { return n_shared > emu::SHARED ? 0 : 2*emu::m().n_sm/n_cluster; }

@@ -19,7 +19,7 @@ namespace emu {
 
 struct trace {
     unsigned cluster, n_warp; // whose thread; its operations before
-    uint16_t n_block, n_arrived, thread;
+    uint16_t n_block, n_arrived, n_released, thread;
     uint8_t  bytes, kind;     // of the word, a bit each; see `by`
 };
 
@@ -66,11 +66,12 @@ static void check(uintptr_t p, size_t n, bool writes, by kind) {
         if (t.cluster <= x.n_cluster_before || (is_shared && t.cluster != x.n_cluster_run)) {
             return true;
         }
-        return t.cluster == x.n_cluster_run && (t.thread == x.self || (t.thread / 32 == x.self / 32 && t.n_warp < f.n_warp) || (t.thread / nt == x.self / nt && t.n_block < f.n_block) || t.n_arrived < f.n_waited);
+        return t.cluster == x.n_cluster_run && (t.thread == x.self || (t.thread / 32 == x.self / 32 && t.n_warp < f.n_warp) || (t.thread / nt == x.self / nt && t.n_block < f.n_block) ||
+            (is_shared ? t.n_arrived < f.n_waited : t.n_released < f.n_acquired));
     };
     for (const uintptr_t end = p + n; p < end; ) {
         const unsigned size = std::min<uintptr_t>(end - p, 4 - p % 4);
-        const trace now = { x.n_cluster_run, f.n_warp, (uint16_t) f.n_block, (uint16_t) f.n_arrived, (uint16_t) x.self,
+        const trace now = { x.n_cluster_run, f.n_warp, (uint16_t) f.n_block, (uint16_t) f.n_arrived, (uint16_t) f.n_released, (uint16_t) x.self,
             (uint8_t) (((1u << size) - 1) << p % 4), (uint8_t) kind };
         history::word & w = known.at(p);
         const auto is_race = [&](const trace & t) {
