@@ -340,10 +340,7 @@ def _stream(chat: Chat, prompt: list[int], sampling: Sampling) -> tuple[str, str
     from pyorch import engine
 
     reply, finish = "", ""
-    with (
-        _interruptible(chat) as stopped,
-        progress_bar("reading", of="tokens") as progress,
-    ):
+    with _interruptible(chat) as stopped, progress_bar("reading", of="tokens") as progress:
         conversation.keep_first(chat, prompt, progress, stopped)
         pieces = engine.generate(
             chat.session,

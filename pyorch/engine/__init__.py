@@ -46,12 +46,5 @@ from pyorch.engine.settings import (
     cache_type,
     usable_cores,
 )
-from pyorch.engine.text import (
-    check_text,
-    count_beyond,
-    detokenize,
-    is_eog,
-    token_bytes,
-    tokenize,
-)
+from pyorch.engine.text import check_text, count_beyond, detokenize, is_eog, token_bytes, tokenize
 from pyorch.ggml import NUMA

@@ -126,13 +126,7 @@ def _check(shape: Shape, block: int = _BLOCK) -> None:
         raise SparqError(wrong[0], f"weights are quantised in blocks of {block}", exit_code=2)
 
 
-def write(
-    path: Path,
-    shape: Shape,
-    quant: str = "q8_0",
-    seed: int = 0,
-    name: str = "",
-) -> int:
+def write(path: Path, shape: Shape, quant: str = "q8_0", seed: int = 0, name: str = "") -> int:
     """Write the model, in the place of any that is there. The file appears only when it is
     complete. Returns its size in bytes.
 

@@ -40,22 +40,15 @@ def memory_left(proc: Path = _PROC) -> int | None:
 def _memory(proc: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes used without the pages of files) of each group that has a limit."""
     for folder in _groups(proc):
-        limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
         try:
-            limit = min(n for n in limits if n is not None)
+            words = [(folder / name).read_text().strip() for name in ("memory.max", "memory.high")]
+            limit = min(int(word) for word in words if word != "max")
             lines = (folder / "memory.stat").read_text().splitlines()
             stat = {key: int(n) for key, n in (line.split() for line in lines)}
             pages = sum(stat.get(f"{kind}_file", 0) for kind in ("active", "inactive"))
             yield limit, int((folder / "memory.current").read_text()) - pages
         except (OSError, ValueError):
             continue
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # `max`; or the kernel is too old to have it
-        return None
 
 
 def _groups(proc: Path) -> Iterator[Path]:

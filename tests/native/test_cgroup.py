@@ -69,8 +69,8 @@ def test_a_unit_whose_slice_has_the_limit(machine: Machine) -> None:
 def test_a_container(machine: Machine, root: str, path: str) -> None:
     machine.is_in(f"1:cpu:/\n0::{path}\n", V2.format(root=root, top=machine.top))
     files = stat(active_file=50, inactive_file=150, anon=1)
-    limits = {"memory__max": 1000, "memory__stat": files, "cpu__max": "50000 100000"}
-    machine.group("", **limits, memory__current=800)
+    limits = {"memory__max": 1000, "memory__high": "max", "cpu__max": "50000 100000"}
+    machine.group("", **limits, memory__stat=files, memory__current=800)
     machine.group("inner", memory__max="max", memory__current=1, memory__stat="", cpu__max="max 1")
     assert machine.limits() == (1000, 400, 0.5)
 
