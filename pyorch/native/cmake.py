@@ -122,12 +122,7 @@ def vulkan_parts() -> tuple[dict[str, str], str]:
 
 
 def compile_tree(
-    tree: Path,
-    options: Options,
-    targets: tuple[str, ...],
-    jobs: int,
-    chain: Toolchain,
-    lock: int,
+    tree: Path, options: Options, targets: tuple[str, ...], jobs: int, chain: Toolchain, lock: int
 ) -> None:
     """Configure and compile; all output goes to `build.log` in the work tree.
 

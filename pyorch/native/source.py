@@ -175,11 +175,7 @@ def _pip_download(pin: Pin, folder: Path) -> Path:
 
 
 def unpack(
-    source: Source,
-    folder: str,
-    into: Path,
-    skip: tuple[str, ...] = (),
-    only: tuple[str, ...] = (),
+    source: Source, folder: str, into: Path, skip: tuple[str, ...] = (), only: tuple[str, ...] = ()
 ) -> None:
     """Write every file below `folder` of the source to `into`, which appears only when all of it is
     there. Links and git's own files are left out.
