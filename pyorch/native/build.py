@@ -91,7 +91,7 @@ def inputs(options: Options) -> dict[str, Any]:
         **sources(options),
         "options": options.name,
         "cpu": platform.machine() if options.portable else probe.cpu()[1],
-        "env": {k: os.environ[k] for k in ("CFLAGS", "CXXFLAGS", "LDFLAGS") if k in os.environ},
+        "env": {k: v for k, v in os.environ.items() if re.fullmatch("(C|CXX|CUDA|LD)FLAGS", k)},
     } | ({"cuda": options.cuda, "nvcc": cuda.nvcc()} if options.cuda else {})
 
 

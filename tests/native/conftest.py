@@ -14,7 +14,7 @@ from pyorch import paths
 from pyorch.native import cmake, probe, smoke
 
 ENVIRONMENT = ("CFLAGS", "CXXFLAGS", "LDFLAGS", "CC", "CXX", "SPARQ_CUDA", "SPARQ_VULKAN")
-ENVIRONMENT += ("SPARQ_LIBRARY",)
+ENVIRONMENT += ("CUDAFLAGS", "SPARQ_LIBRARY")
 
 
 @pytest.fixture

@@ -39,18 +39,17 @@ INPUTS: dict[str, tuple[object, ...]] = {  # a file that gets another line, or w
     "CPU": ("cpu", ("another", "another")),
     "flags": ("probe", probe.Probe((), ("-O1",), {}, True)),
     "OpenMP": ("probe", probe.Probe((), (), {}, False)),
-    "CFLAGS": ("CFLAGS",),
 }
 
 
-@pytest.mark.parametrize("what", INPUTS)
+@pytest.mark.parametrize("what", [*INPUTS, "CFLAGS", "CUDAFLAGS"])
 def test_every_input_counts(world: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     before = make()
-    name, *values = INPUTS[what]
+    name, *values = INPUTS.get(what, (None,))
     if values:
         monkeypatch.setattr(probe, str(name), lambda *_, **__: values[0])
-    elif what == "CFLAGS":
-        monkeypatch.setenv("CFLAGS", "-O1")
+    elif name is None:
+        monkeypatch.setenv(what, "-O1")
     else:
         with (world / str(name)).open("a") as file:
             file.write("\n")
