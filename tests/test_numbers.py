@@ -46,11 +46,11 @@ def results(tmp_path: Path) -> Callable[..., Path]:
 def test_a_mark_is_filled_in_its_own_form(results: Callable[..., Path]) -> None:
     mark = "a <!--{}:serving;1/8;tokens_per_s*-->{}<!--/-->".format
     filled, wrong, history = numbers.fill(mark("history", "0 (1,000.00 to 5.0 %)"), results())
-    assert (filled, wrong, history) == (mark("n", "85 (84.05 to 87.2 %)"), [], [])
+    assert (filled, wrong, history) == (mark("n", "94 (92.51 to 94.5 %)"), [], [])
     table = "<!--n:serving||=|tokens_per_s;speedup-->\n| a | b | c |\n| - | - | - |\n{}<!--/-->"
     rows = "| 9 | ours, exact | {} |\n| 9 | | {} |\n| 9 | llama.cpp `-fa 1` | cannot |\n".format
     filled, wrong, _ = numbers.fill(table.format(rows("0 (0.00x)", "0.0, 0")), results())
-    assert (filled, wrong) == (table.format(rows("67 (1.69x)", "66.8, 2")), [])
+    assert (filled, wrong) == (table.format(rows("74 (1.52x)", "73.8, 2")), [])
 
 
 @pytest.mark.parametrize(
