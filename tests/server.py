@@ -21,7 +21,7 @@ HANGS_S = 300  # a request that takes longer; of the real model three others com
 
 
 def resident(pid: int | str = "self") -> int:
-    """Bytes of a process in memory, counted now: `statm` adds up what each processor told last."""
+    """Bytes of a process in memory, counted page by page. The sum in `statm` lags behind."""
     line = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1]
     return int(line.split()[1]) * 1024
 

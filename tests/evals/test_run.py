@@ -180,6 +180,7 @@ def test_answers_are_compared_with_dense_that_read_the_same(run_eval: Run, tmp_p
 
 
 def test_methods_see_the_same_and_off_is_dense(run_eval: Run, tmp_path: Path) -> None:
+    """Prompts are read in f32: in 8 bits, the default with VNNI, `dense` is farther from `off`."""
     args = ["fidelity", "--ctx", 320, "-n", 3, "-a", "off", "-a", "dense,prompt=f32", "-a", SPARSE]
     result = run_eval(*args, "-o", "json")
     assert result.exit_code == 0, result.output
