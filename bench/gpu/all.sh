@@ -82,7 +82,7 @@ if [ -z "${SPARQ_LIBRARY:-}" ]; then
     step cores $sparq bench --yes --like llama3-8b --layers 4 -ngl 0 -d 8192,32768,131072 -t 1,2,4,8,16 -r 1
     # what no device has timed yet (ggml_ops/cuda/sparse-switches.cuh): a library of each, built from a copy
     for switches in EARLY HEADS_8 SINGLE FENCE "FENCE SMEM_KEYS" PIPE_SCAN PIPE_ROWS "FENCE DSMEM_FINISH" \
-            "EARLY SINGLE FENCE SMEM_KEYS PIPE_SCAN PIPE_ROWS DSMEM_FINISH"; do
+            FORCED_EARLY MMA "HEADS_8 MMA" "EARLY SINGLE FENCE SMEM_KEYS PIPE_SCAN PIPE_ROWS DSMEM_FINISH FORCED_EARLY MMA"; do
         name=$(echo "$switches" | tr ' ' -)
         tree=gpu-all.switches/$name
         mkdir -p "$tree" && cp -r pyorch ggml_ops patches bench "$tree"

@@ -191,10 +191,11 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::list_rows(row_stat
     }
 }
 
-// the rows of m.list; n_lane lanes share one
+// the rows of m.list, by the warps from WARP0 on; n_lane lanes share one
 template <int N_BIT, int GB, int TYPE>
+template <int WARP0>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::read_rows(row_state<GB> & st, int n) {
-    constexpr int AT_A_TIME = TYPE != GGML_TYPE_F16 ? 1 : GB == 1 ? 4 : 2;
+    constexpr int AT_A_TIME = TYPE != GGML_TYPE_F16 ? 1 : GB == 1 ? 4 : 2, N_WARP = sparse_cuda::N_WARP - WARP0;
     const int  n_lane = a.n_lane, col = lane % n_lane*8, sub = lane/n_lane, n_sub = 32/n_lane, n_span = (ta.d_k + 7)/8;
     const bool has_k = col < ta.d_k, has_v = col < ta.d_v;
     const char * k_base = ta.k.at(h_kv, 0, s), * v_base = ta.v.at(h_kv, 0, s);
@@ -225,11 +226,11 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::read_rows(row_stat
         }
     };
     if (SPARQ_PIPE_ROWS) {
-        list(warp*n_sub + sub);
+        list((warp - WARP0)*n_sub + sub);
         load(true, true);
     }
 #pragma unroll 1
-    for (int i0 = warp*n_sub + sub; i0 - sub < n; i0 += N_WARP*n_sub*AT_A_TIME) {
+    for (int i0 = (warp - WARP0)*n_sub + sub; i0 - sub < n; i0 += N_WARP*n_sub*AT_A_TIME) {
         if (!SPARQ_PIPE_ROWS) {
             list(i0);
             load(true, true);
@@ -323,19 +324,45 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::write_states(row_s
     }
 }
 
+// own forced cells -> m.list, their keys -> m.chosen, as far as there is room: they are not ranked any more
 template <int N_BIT, int GB, int TYPE>
-__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend() {
-    const int n_list = every ? n_kv : n_sel;
+__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::list_early() {
+    load_queries<GB>(m.q, ta.q, (int) h_kv, 1, i_tok, s, ta.d_k);
+    __syncthreads(); // the keys are there
+#pragma unroll 1
+    for (int j = tid; j < n_chunks()*4; j += N_THREAD) {
+        const unsigned marks = m.marks[j];
+#pragma unroll 1
+        for (unsigned bits = marks; bits; bits &= bits - 1) {
+            const int i = j*32 + __ffs((int) bits) - 1, o = i - n_chunk*LAYER_CHUNK, t = o < 0 ? run0*RUN + i : row_at(m.tail, o, row0, n_per);
+            float & key = keys[key_at(t, i)];
+            const int e = key > neg_inf() ? atomicAdd(&m.n_early, 1) : LAYER_LIST;
+            if (e < LAYER_LIST) {
+                m.list[e]      = t;
+                m.list_bias[e] = f16_value(mask[t]);
+                m.chosen[e]    = __float_as_int(key);
+                atomicAdd(&m.hist[LAYER_BINS - 1], ALL);
+                key = neg_inf();
+            }
+        }
+    }
+}
+
+template <int N_BIT, int GB, int TYPE>
+__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend(const row_state<GB> & early) {
+    const int n_list = every ? n_kv : FORCED_EARLY ? m.n_sel : n_sel;
     const int first = (int) ((int64_t) n_list*rank/n_block), n_own = (int) ((int64_t) n_list*(rank + 1)/n_block) - first;
 #pragma unroll 1
     for (int h0 = 0; h0 < n_group_q; h0 += GB) {
         const int n_head = min(GB, n_group_q - h0);
-        load_queries<GB>(m.q, ta.q, (int) h_kv*n_group_q + h0, n_head, i_tok, s, ta.d_k);
+        if (!FORCED_EARLY || every) {
+            load_queries<GB>(m.q, ta.q, (int) h_kv*n_group_q + h0, n_head, i_tok, s, ta.d_k);
+        }
         if (tid < GB) {
             m.slope[tid] = head_slope((int) h_kv*n_group_q + h0 + tid, ta.n_log2, ta.max_bias);
         }
-        row_state<GB> st;
-        if (OWN_MASS) {
+        row_state<GB> st = early;
+        if (OWN_MASS || FORCED_EARLY) {
             st.mass[0]      = mass;
             st.mass_root[0] = mass_root;
         }
@@ -345,7 +372,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::attend() {
             __syncthreads(); // the candidates are chosen; the list was read
             list_rows(st, first + i, n, h0, n_head);
             __syncthreads();
-            read_rows(st, n);
+            read_rows<0>(st, n);
         }
         __syncthreads(); // what lies where the parts go was read
         write_states(st, h0, n_head);

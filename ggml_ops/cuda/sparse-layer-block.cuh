@@ -63,7 +63,7 @@ struct alignas(16) layer_shared {
     int      total[5][N_WARP];
     int      n_warp[N_WARP];
     int      slot[2];                               // what cluster_counter adds up
-    int      n_list, n_list_v, cut, n_sel, n_need, n_cand, n_pushed, is_few, at_sel, at_cand, k;
+    int      n_list, n_list_v, cut, n_sel, n_need, n_cand, n_pushed, is_few, at_sel, at_cand, k, n_early, all_early;
     int      at_list, at_lists[LAYER_BLOCKS], at_cands[LAYER_BLOCKS]; // where the lists of this block, and of all, begin in those of the cluster
     int      n_pass;                                // over the keys beyond the first: what the first thread counts
 };
@@ -139,6 +139,7 @@ template <int GB> struct row_state;
 template <int N_BIT, int GB, int TYPE>
 struct layer_block {
     static constexpr bool HAS_CODES = ggml_sparse_has_codes(N_BIT), OWN_MASS = SPARQ_SMEM_KEYS && GB == 1; // the owner of a position counts its mass
+    static constexpr bool FORCED_EARLY = SPARQ_FORCED_EARLY && GB == 1;
     using shared = layer_shared<N_BIT, GB>;
 
     const layer_args  & a;
@@ -244,14 +245,14 @@ struct layer_block {
     __device__ __forceinline__ void count_keys();
     __device__ __forceinline__ void sum_bins();
     __device__ __forceinline__ void find_bin();
-    __device__ __forceinline__ void find_cut();
+    __device__ __forceinline__ void find_cut(row_state<GB> & early);
     __device__ __forceinline__ int mark_selected(bool has_ties);
     __device__ __forceinline__ void add_mass(float key);
     __device__ __forceinline__ void write_list(int at);
     __device__ __forceinline__ int selected(int j) const;
     __device__ __forceinline__ int2 candidate(int i) const;
     __device__ __forceinline__ void choose(int n_cand);
-    __device__ __forceinline__ void select();
+    __device__ __forceinline__ void select(row_state<GB> & early);
 
     // ---- sparse-layer-attend.cuh: steps 2 and 3 ----
 
@@ -259,9 +260,11 @@ struct layer_block {
     __device__ __forceinline__ void add_rows(float (&sum)[8], int col, int place, int n_place);
     __device__ __forceinline__ void sum_v();
     __device__ __forceinline__ void list_rows(row_state<GB> & st, int first, int n, int h0, int n_head);
+    template <int WARP0>
     __device__ __forceinline__ void read_rows(row_state<GB> & st, int n);
     __device__ __forceinline__ void write_states(row_state<GB> & st, int h0, int n_head);
-    __device__ __forceinline__ void attend();
+    __device__ __forceinline__ void list_early();
+    __device__ __forceinline__ void attend(const row_state<GB> & early);
     __device__ __forceinline__ void finish();
 
     // ---- sparse-layer.cuh ----
@@ -278,6 +281,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::clear() {
     }
     for (int j = tid; j < (run1 - run0)*(RUN/32) + LAYER_ROWS*GROUP/32; j += N_THREAD) {
         m.marks[j] = 0;
+    }
+    if (tid == 0) {
+        m.n_early = 0;
     }
 }
 

@@ -3,6 +3,7 @@
 // A layer in one launch: own logits, the histogram of an only head's, and the softmax of each head.
 
 #include "sparse-layer-block.cuh"
+#include "sparse-line.cuh"
 
 namespace sparse_cuda {
 
@@ -102,7 +103,7 @@ template <bool LINE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::score_unit(
         running_softmax (&softmax)[GB], float & least, int h0, int n_head, int n_comp, int run, int line) {
     constexpr int NS = LINE ? 1 : N_SPAN; // spans of a lane
-    const auto place = [&](int j) { return LINE ? span_position<N_BIT>(line*8 + lane % 8, line_span(lane)) : span_position<N_BIT>(lane, j); };
+    const auto place = [&](int j) { return LINE ? line_position<GB>(line, lane) : span_position<N_BIT>(lane, j); };
     constexpr int PER_WORD = 32*GROUP/RUN; // runs
     const unsigned own   = LINE ? 1u << line : (1u << RUN/GROUP) - 1; // groups
     const auto of_run = [&](const unsigned * bits) { return bits[run/PER_WORD] >> run % PER_WORD*(RUN/GROUP) & own; };

@@ -164,7 +164,8 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_bin() {
         before0 += r < rank ? (int) x.x : 0;
     }
     const int p = warp_prefix(n1 + n0), pb = warp_prefix(before1 + before0), n_all = __shfl_sync(ALL, p, 31), n_all_before = __shfl_sync(ALL, pb, 31);
-    const int k = max(k_wanted, n_in);
+    const int early = FORCED_EARLY ? warp_sum(lane < n_block ? min(*cluster_at(&m.n_early, lane), LAYER_LIST) : 0) : 0;
+    const int k = max(k_wanted - early, n_in);
     int cut = -1, need = 0, n_cand = 0, at_sel = n_all_before, at_cand = 0; // all
     if (k < n_all) {
         const int l = __ffs((int) __ballot_sync(ALL, p >= k)) - 1; // k <= 0: the first
@@ -202,17 +203,25 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_bin() {
         m.at_sel  = at_sel;
         m.at_cand = at_cand;
         m.n_pushed = 0;
+        m.all_early = early;
     }
 }
 
 // The bin of the cut, narrowed until its cells can be ranked. Begins behind barrier B of the first histogram
 template <int N_BIT, int GB, int TYPE>
-__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_cut() {
+__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::find_cut(row_state<GB> & early) {
     bool is_complete = false;
 #pragma unroll 1
     for (int round = 0; ; ++round) {
         if (warp == 0) {
             find_bin();
+        } else if (FORCED_EARLY && round == 0) {
+            const int n = min(m.n_early, LAYER_LIST);
+#pragma unroll 1
+            for (int i = tid - 32; mean_v && i < n; i += N_THREAD - 32) {
+                add_mass(__int_as_float(m.chosen[i]));
+            }
+            read_rows<1>(early, n);
         }
         __syncthreads();
         // too few are in the bins, or too many where the last bin has all that is above it: then all that is seen. Else the bin of the cut by itself
@@ -387,14 +396,15 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::choose(int n_cand)
 
 // The cut; then own cells above it -> sel, and those of its bin that are in -> m.chosen
 template <int N_BIT, int GB, int TYPE>
-__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::select() {
-    find_cut();
+__device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::select(row_state<GB> & early) {
+    find_cut(early);
     const bool has_ties = m.n_cand > LAYER_CAND;
     n_sel = m.n_sel;
     const int at_sel = mark_selected(has_ties);
     __syncthreads();
     write_list(at_sel);
     n_above = has_ties ? n_sel : n_sel - m.n_need;
+    n_sel += FORCED_EARLY ? m.all_early : 0;
     arrive<OWN_MASS>();
     wait(); // C
     if (SPARQ_SMEM_KEYS) {

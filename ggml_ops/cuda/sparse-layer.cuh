@@ -43,6 +43,7 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::count() {
 template <int N_BIT, int GB, int TYPE>
 __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
     const bool is_early = SPARQ_EARLY > 0 && a.is_early;
+    row_state<GB> early;
     clear();
     if (!is_early) {
         begin_kernel();
@@ -56,6 +57,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
     }
     if (!every) {
         score();
+        if (FORCED_EARLY) {
+            list_early();
+        }
         if (GB == 1) {
             sum_bins();
         }
@@ -80,9 +84,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::run() {
             arrive<true>();
             wait(); // B
         }
-        select();
+        select(early);
     }
-    attend();
+    attend(early);
     arrive<SPARQ_DSMEM_FINISH>();
     wait(); // D
     finish();

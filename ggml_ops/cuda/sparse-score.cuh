@@ -209,59 +209,7 @@ __device__ __forceinline__ void scan_codes(
     }
 }
 
-// the same of one group of 128 positions, where there are more warps than runs: each quarter of the lanes has a quarter of the components, and in the end
-// a lane has one span, span_position<4>(line*8 + lane % 8, line_span(lane)). The sums are the same whole numbers
-//   k_t: the KV head's first component at the group's line
-__device__ __forceinline__ int line_span(int lane) { return lane/8 % 2*2 + lane/16; }
-
-template <int GB, int NT, typename F>
-__device__ __forceinline__ void scan_line(
-        float (&x)[GB][4], const score_shared<4, GB, NT> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
-        int64_t nb_comp, const F & make) {
-    constexpr int N = 8, HEADS = GB == 1 ? 1 : 2; // components, heads at a time: more heads would not fit into registers
-    const int  lane = threadIdx.x % 32, per = (n_comp + COEF_PAD - 1)/COEF_PAD*(COEF_PAD/4), first = lane/8*per;
-    const bool up8 = lane & 8, up16 = lane & 16;
-    uint2 raw[N];
-    const auto load = [&](int i0) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            raw[j] = *(const uint2 *) (k_t + m.comp[min(first + i0 + j, n_comp - 1)]*nb_comp + lane % 8*8);
-        }
-    };
-    load(0);
-    make();
-#pragma unroll
-    for (int h0 = 0; h0 < GB; h0 += HEADS) {
-        int sum[HEADS][PER_LANE] = {};
-#pragma unroll 1
-        for (int i0 = 0; i0 < per; i0 += N) {
-            if (h0 + i0 > 0) {
-                load(i0);
-            }
-#pragma unroll
-            for (int b = 0; b < N; b += 4) {
-                const bool in = i0 + b < per;
-                add_codes<4>(sum, raw + b, [&](int h) { return in ? *(const int *) &m.w0[w][0][h0 + h][first + i0 + b] : 0; }, [](int) { return 0; });
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h) {
-            int half[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int give = up8 ? sum[h][i] : sum[h][8 + i], keep = up8 ? sum[h][8 + i] : sum[h][i];
-                half[i] = keep + __shfl_xor_sync(ALL, give, 8);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int give = up16 ? half[i] : half[4 + i], keep = up16 ? half[4 + i] : half[i];
-                x[h0 + h][i] = (float) (keep + __shfl_xor_sync(ALL, give, 16))*step[h0 + h] + base[h0 + h];
-            }
-        }
-    }
-}
-
-// the same from f16; n: positions that the rows have from the run's first on. Rows are whole spans of 8, so one that begins within may be read
+// the products from f16; n: positions that the rows have from the run's first on. Rows are whole spans of 8, so one that begins within may be read
 template <int N_BIT, int GB, int NT>
 __device__ __forceinline__ void scan_f16(
         float (&x)[GB][PER_LANE], const score_shared<N_BIT, GB, NT> & m, int n_comp, const char * k_t, int64_t nb_comp, int64_t n) {

@@ -25,3 +25,9 @@
 #ifndef SPARQ_PIPE_ROWS
 #define SPARQ_PIPE_ROWS 0 // 1: rows are asked for before those in front of them are worked on
 #endif
+#ifndef SPARQ_FORCED_EARLY
+#define SPARQ_FORCED_EARLY 0 // 1: with one query head per KV head, forced cells are attended while a warp looks for the cut
+#endif
+#ifndef SPARQ_MMA
+#define SPARQ_MMA 0 // 1: with several query heads per KV head, codes of 4 bits are read once for all of a pass, and multiplied by tensor cores
+#endif

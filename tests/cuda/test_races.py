@@ -59,13 +59,14 @@ def test_an_edit_that_makes_a_race_is_found(
 @pytest.mark.slow
 def test_experiments_give_the_same(native_lib_dir, ggml_headers, tmp_path) -> None:
     """What is off until a device has timed it (sparse-switches.cuh)."""
-    names = "EARLY=2 HEADS_8=1 SINGLE=1 FENCE=1 SMEM_KEYS=1 PIPE_SCAN=1 PIPE_ROWS=1 DSMEM_FINISH=1"
+    names = "EARLY=2 HEADS_8=1 SINGLE=1 FENCE=1 SMEM_KEYS=1 PIPE_SCAN=1 PIPE_ROWS=1"
+    names += " DSMEM_FINISH=1 FORCED_EARLY=1 MMA=1"
     switches = [f"-DSPARQ_{name}" for name in names.split()]
     cuda_lib.build_host(ggml_headers, tmp_path, cuda_lib.OPS / "cuda", *switches)
     ggml = CudaGgml(native_lib_dir, tmp_path / cuda_lib.NAME)
     for heads in HEADS:
         for n_sm in N_SM:
             test_layer.test_as_separate_launches(heads, n_sm, ggml)
-    for heads in HEADS[:2]:
         test_layer.test_codes(4, heads, ggml)
+    for heads in HEADS[:2]:
         test_layer.test_cuts_that_are_hard_to_find("ties", heads, ggml)
