@@ -11,7 +11,7 @@ import click
 
 from pyorch import paths
 from pyorch.cli.options import json_option
-from pyorch.cli.terminal import confirm, note, print_freed, print_json
+from pyorch.cli.terminal import confirm_removal, note, print_freed, print_json
 from pyorch.text import human_bytes
 
 # kind -> (what it is, what of the cache it has); `old` and `builds` share theirs
@@ -57,10 +57,9 @@ def command(what: Sequence[str], everything: bool, yes: bool, as_json: bool) -> 
                 print(f"  {kind:<12}{human_bytes(n_bytes):>9}  {KINDS[kind][0]}")
     chosen = [*what, *(kind for kind in KINDS if everything and kind not in ASKED_FOR)] or ["old"]
     kinds = [kind for kind in KINDS if kind in chosen and sizes[kind]]
-    n_bytes, named = sum(sizes[kind] for kind in kinds), ", ".join(kinds)
+    n_bytes = sum(sizes[kind] for kind in kinds)
     if not as_json and kinds:
-        text = f"{named} ({human_bytes(n_bytes)})"
-        confirm(f"Remove {text}?", yes, f"{text} would be removed", "remove it with --yes")
+        confirm_removal(", ".join(kinds), n_bytes, yes)
     if yes or not as_json:
         remove([path for kind in kinds for path in by_kind[kind]])
     if as_json:

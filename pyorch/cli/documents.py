@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pyorch.cli.options import json_option
-from pyorch.cli.terminal import note, print_json, remove_files
+from pyorch.cli.terminal import confirm_removal, note, print_freed, print_json
 from pyorch.cli.types import File
 from pyorch.engine import document_file
 from pyorch.engine.document_file import Document
@@ -107,7 +107,11 @@ def rm_command(names: Sequence[str], yes: bool) -> None:
     files = [document_file.find(name) for name in names]
     for path in files:
         document_file.load(path, whole=False)  # nothing else is removed
-    remove_files(files, ", ".join(map(_name, files)), yes)
+    n_bytes = sum(path.stat().st_size for path in files)
+    confirm_removal(", ".join(map(_name, files)), n_bytes, yes)
+    for path in files:
+        path.unlink()
+    print_freed(n_bytes)
 
 
 def _name(path: Path) -> str:

@@ -12,7 +12,7 @@ import click
 from pyorch.cli.loading import spec_of
 from pyorch.cli.options import json_option
 from pyorch.cli.prediction import Prediction, kinds_text
-from pyorch.cli.terminal import confirm, note, print_freed, print_json, remove_files
+from pyorch.cli.terminal import confirm_removal, note, print_freed, print_json
 from pyorch.cli.types import File
 from pyorch.errors import SparqError
 from pyorch.ggml import CACHE_TYPES
@@ -68,7 +68,7 @@ def list_command(as_json: bool) -> None:
         note(f"unfinished: {human_bytes(n_bytes)} of {repo}; pull it again, or models rm")
     if written := synth.written():
         n_bytes = sum(path.stat().st_size for path in written)
-        note(f"synthetic, for bench: {human_bytes(n_bytes)}; models rm synthetic")
+        note(f"synthetic, for bench: {human_bytes(n_bytes)}; sparq-cpp clean bench")
     note(
         "~: an estimate for Q4_K_M. K and V: bytes per position, f16. A name is a model for\n"
         "--model and for sparq-cpp pull, also as NAME:Q8_0. The evidence for the ratio:\n"
@@ -160,16 +160,10 @@ def rm_command(spec: str, yes: bool) -> None:
     """Remove a model from the hub's cache, in all its revisions.
 
     NAME and hf:org/repo mean every GGUF model of that repository, with what is left of interrupted
-    downloads. NAME:Q8_0, hf:org/repo:Q8_0 and org/repo/file.gguf mean one model. `synthetic` means
-    every model that `sparq-cpp bench` has written.
+    downloads. NAME:Q8_0, hf:org/repo:Q8_0 and org/repo/file.gguf mean one model.
     """
-    from pyorch.models import cache, pull, synth
+    from pyorch.models import cache, pull
 
-    if spec == "synthetic":
-        if not (files := synth.written()):
-            raise SparqError("there is no synthetic model", "`sparq-cpp bench` writes them")
-        remove_files(files, f"{len(files)} synthetic models", yes)
-        return
     named = pull.parse_spec(spec)
     if named is None:
         raise SparqError(f"{spec} is a file of yours", "rm removes from the hub's cache only", 2)
@@ -181,6 +175,5 @@ def rm_command(spec: str, yes: bool) -> None:
         hint = ", ".join(m.spec for m in cached) or "sparq-cpp models list shows what is"
         raise SparqError(f"{spec} is not in the cache", hint)
     n_bytes = sum(m.n_bytes for m in chosen)
-    what = f"{', '.join(m.name for m in chosen)} of {named.repo} ({human_bytes(n_bytes)})"
-    confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
+    confirm_removal(f"{', '.join(m.name for m in chosen)} of {named.repo}", n_bytes, yes)
     print_freed(cache.remove([path for m in chosen for path in m.paths]))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import click
 
@@ -72,14 +70,10 @@ def confirm(question: str, yes: bool, otherwise: str, hint: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def remove_files(files: Sequence[Path], what: str, yes: bool) -> None:
-    """Ask as `confirm` does, remove them, and print how much that freed."""
-    n_bytes = sum(path.stat().st_size for path in files)
+def confirm_removal(what: str, n_bytes: int, yes: bool) -> None:
+    """Ask as `confirm` does before something of that size is removed."""
     what = f"{what} ({human_bytes(n_bytes)})"
     confirm(f"Remove {what}?", yes, f"{what} would be removed", "remove it with --yes")
-    for path in files:
-        path.unlink()
-    print_freed(n_bytes)
 
 
 def print_freed(n_bytes: int) -> None:

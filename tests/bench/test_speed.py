@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from pyorch import paths
 from pyorch.attention import saved
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.cli import models
+from pyorch.cli import clean
 from pyorch.cli.bench import KNOWN, attention_time, command, measurement, speed
 from pyorch.cli.bench.speed import SpeedCase
 from pyorch.cli.types import Numbers
@@ -354,7 +354,7 @@ def test_synthetic_weights_are_written_only_after_asking(
     file.parent.mkdir(parents=True)
     file.write_bytes(b"x")
     assert synth.written() == [file]
-    removed = CliRunner().invoke(models.command, ["rm", "synthetic", "--yes"])
+    removed = CliRunner().invoke(clean.command, ["bench", "--yes"])
     assert removed.exit_code == 0 and not file.exists()
 
 

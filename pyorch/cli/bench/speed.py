@@ -204,7 +204,7 @@ def _agree_to_write(models: Sequence[Synthetic], yes: bool) -> None:
         names = ", ".join(f"{path.name} ({human_bytes(n)})" for path, n in todo.items())
         what = f"{names} with random weights in {next(iter(todo)).parent}"
         hint = "write it with --yes, or measure a model of yours: -m FILE"
-        question = f"Write {what}? They stay there until `sparq-cpp models rm synthetic`."
+        question = f"Write {what}? They stay there until `sparq-cpp clean bench`."
         confirm(question, yes, f"the benchmark would write {what}", hint)
 
 
