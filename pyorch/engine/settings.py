@@ -23,6 +23,9 @@ from pyorch.native import probe
 
 MASK_BYTES = 128 << 20  # the most of a mask, by default
 DEFAULT_CTX = 8192  # by default; less if the model was trained on less
+# the fields of `Rope` that llama_context_params calls otherwise
+_ROPE_PARAMS = {"scaling": "rope_scaling_type"}
+_ROPE_PARAMS |= {"freq_scale": "rope_freq_scale", "freq_base": "rope_freq_base"}
 
 
 def cache_type(name: str) -> TensorType:
@@ -81,16 +84,6 @@ class Rope:
     def values(self) -> dict[str, str | float]:
         """The settings that are not the model's own."""
         return {k: v for k, v in asdict(self).items() if v is not None}
-
-    @property
-    def params(self) -> dict[str, str | float]:
-        """The given settings, by the names of `llama_context_params`."""
-        names = {"scaling": "rope_scaling_type", "freq_scale": "rope_freq_scale"}
-        names["freq_base"] = "rope_freq_base"
-        out = {names.get(k, k): v for k, v in self.values.items()}
-        if self.scaling is not None:
-            out["rope_scaling_type"] = ROPE_SCALING[self.scaling]
-        return out
 
 
 @dataclass(frozen=True)
@@ -192,8 +185,9 @@ class Settings(Cache):
         params.flash_attn_type = int(self.flash_attn)
         params.type_k, params.type_v = (t.number for t in self.types)
         params.swa_full, params.no_perf = self.swa_full, True
-        for name, value in self.rope.params.items():
-            setattr(params, name, value)
+        for name, value in self.rope.values.items():
+            number = ROPE_SCALING[value] if isinstance(value, str) else value
+            setattr(params, _ROPE_PARAMS.get(name, name), number)
         return params
 
 

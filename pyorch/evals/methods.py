@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,11 +20,10 @@ from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.policies import STOCK_FA0, Method
 from pyorch.policies.base import Policy
-from pyorch.policies.watch import PolicyWatch
+from pyorch.policies.watch import Counters, PolicyWatch
 from pyorch.progress import Progress, silent
 
-# the library's counters that tables need
-_COUNTED = ("steps", "bytes_read", "bytes_dense", "positions_read", "calls_sparse")
+_COUNTED = tuple(f.name for f in fields(Counters))  # the counters that tables need
 
 EXACT = AttentionSpec("dense")
 T = TypeVar("T")
@@ -179,15 +178,8 @@ class Runner:
                 result, masses = engine.measure_mass(s, lambda: work(s))
             else:
                 result = work(s)
-            c = policies.counters(s)
             policies.counted_bytes(s)  # refuses if the library did not read what the method chose
-            counters = {
-                "steps": c.steps,
-                "bytes_read": round(c.bytes_read),
-                "bytes_dense": round(c.bytes_dense),
-                "positions_read": c.positions,
-                "calls_sparse": c.selections,
-            }
+            counters = {x: round(n) for x, n in vars(policies.counters(s)).items()}
             return Decoded(result, counters, None, masses)
         if s is not self._fa0:
             engine.set_attention(s, method)

@@ -226,16 +226,12 @@ def load_all(file: Path, *, keyed: bool = False) -> list[Record]:
             if i + 1 == len(lines):
                 break
             rec = None
-        at, wrong = f"{file}: line {i + 1}", "remove that line"
-        if rec is None:
-            raise SparqError(f"{at} is damaged", wrong)
-        if not isinstance(rec, dict):
-            raise SparqError(f"{at} is not a record", wrong)
+        at = f"{file}: line {i + 1}"
+        if not isinstance(rec, dict) or (keyed and "key" not in rec):
+            raise SparqError(f"{at} is not a record", "remove that line")
         if rec.get("schema") != SCHEMA:
             hint = "keep the old file under another name"
             raise SparqError(f"{at} has schema {rec.get('schema')}, not {SCHEMA}", hint)
-        if keyed and "key" not in rec:
-            raise SparqError(f"{at} has no key", wrong)
         recs.append(rec)
     return recs
 

@@ -143,7 +143,7 @@ def switch(session: engine.Session, method: Method | str) -> None:
 def counters(session: engine.Session) -> Counters:
     """The counters of the method in Python since `switch` or `engine.reset_counters`.
 
-    If `selections` is 0 after decoding, the method decided nothing: do not report results.
+    If `calls_sparse` is 0 after decoding, the method decided nothing: do not report results.
     """
     return _watch(session).counters
 
@@ -179,10 +179,9 @@ def counted_bytes(session: engine.Session) -> Bytes:
             raise SparqError("no token was decoded, or all with llama.cpp's own attention")
         return Bytes(*per_token(info.counters))
     c = watch.counters
-    if not c.selections:
+    if not c.calls_sparse:
         raise SparqError(f"{watch.policy}: nothing was selected", "no token was decoded sparsely")
-    if (read := info.counter("positions_read")) != c.positions:
-        raise SparqError(
-            f"{watch.policy}: chose {c.positions} positions, but the library read {read}"
-        )
+    chosen, read = c.positions_read, info.counter("positions_read")
+    if read != chosen:
+        raise SparqError(f"{watch.policy}: chose {chosen} positions, but the library read {read}")
     return Bytes(*per_token(asdict(c)))

@@ -36,13 +36,14 @@ _OP, _PARAMS = Tensor.op.offset, Tensor.op_params.offset
 
 @dataclass
 class Counters:
-    """Counts since the last reset. `positions` and bytes are summed over layers and KV heads."""
+    """Counts since the last reset, by the names of the library's own. Positions and bytes are
+    summed over layers and KV heads."""
 
     steps: int = 0  # tokens
-    selections: int = 0  # results of SELECT that were overwritten, one per layer and token
-    positions: int = 0
     bytes_read: float = 0.0
     bytes_dense: float = 0.0
+    positions_read: int = 0
+    calls_sparse: int = 0  # results of SELECT that were overwritten, one per layer and token
 
 
 @dataclass
@@ -293,8 +294,8 @@ class PolicyWatch:
     def _account(self, heads: Heads, n_read: int) -> None:
         assert self.policy is not None
         c, n_pos = self.counters, self._n_pos
-        c.selections += 1
-        c.positions += n_read * heads.n_head_kv
+        c.calls_sparse += 1
+        c.positions_read += n_read * heads.n_head_kv
         c.bytes_read += self.policy.bytes_read(n_read, n_pos, heads) * heads.n_head_kv
         c.bytes_dense += n_pos * heads.row * heads.n_head_kv
 

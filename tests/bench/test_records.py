@@ -67,11 +67,11 @@ def test_records_go_on_after_an_interrupted_write(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"\x93NUMPY\xff", "is not a file of records"),
-        (b'{"schema":1,"be\n{"schema":1}\n', "line 1 is damaged"),
+        (b'{"schema":1,"be\n{"schema":1}\n', "line 1 is not a record"),
         (b'{"schema":0,"key":"x"}\n', "schema 0"),
         (b"[1,2]\n", "line 1 is not a record"),
         (b"5", "line 1 is not a record"),
-        (b'{"schema":1}\n', "line 1 has no key"),
+        (b'{"schema":1}\n', "line 1 is not a record"),
     ],
 )
 def test_what_is_no_record_is_told(tmp_path: Path, content: bytes, message: str) -> None:

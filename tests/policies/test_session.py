@@ -95,7 +95,7 @@ def test_positions_and_bytes_read_are_the_oracle_s(
 def check_bytes(demo: engine.Session, policy: policies.Policy) -> None:
     """Those counted are those of the method's formula."""
     counted, geo = policies.counted_bytes(demo), demo.geometry
-    assert policies.counters(demo).selections == N_STEP * geo.n_layer
+    assert policies.counters(demo).calls_sparse == N_STEP * geo.n_layer
     assert policies.counters(demo).steps == N_STEP
     d_k, d_v = geo.head_dim_k, geo.head_dim_v
     heads = Heads(geo.n_head[0], geo.n_head_kv[0], d_k, d_v, 2 * d_k, 2 * d_v)
@@ -257,7 +257,7 @@ def test_bytes_that_nobody_counted_are_refused(demo: engine.Session, text: str) 
     with pytest.raises(SparqError, match="oracle,k=20"):
         policies.counted_bytes(demo)
     decode(demo, tokens_of(demo, text))
-    policies.counters(demo).positions += 1
+    policies.counters(demo).positions_read += 1
     with pytest.raises(SparqError, match="oracle,k=20"):
         policies.counted_bytes(demo)
 
