@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pyorch import paths
 from pyorch.attention.spec import AttentionSpec, ratio_text
 from pyorch.errors import SparqError
@@ -21,19 +23,15 @@ from pyorch.measure.pictures import (  # noqa: F401  the figures have them from 
     OURS_2,
     OURS_3,
     PAPER,
-    STOCK,
-    STOCK_2,
-    Names,
     Row,
     decades,
     panels,
-    positions_axis,
     write,
-    x_ticks,
 )
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "figures"
+STOCK, STOCK_2 = "#d9480f", "#b7791f"  # beside the colours of `pictures`
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,107 @@ class Figure:
 
 class NoRecords(SparqError):
     """The data of a figure have not been measured on this machine."""
+
+
+# ---- axes and lines ----
+
+
+def positions_axis(ax: Any, values: Sequence[float]) -> None:
+    """A log axis of sequence lengths: 4k, 8k, ..."""
+    low, high = min(values), max(values)
+    ticks = [2**i for i in range(5, 24) if low <= 2**i <= high]
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(low / 1.15, high * 1.15)
+    x_ticks(ax, ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
+    ax.set_xlabel("sequence length S (positions)")
+
+
+def x_ticks(ax: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
+    """Set these ticks on the x axis, and no others between them."""
+    ax.set_xticks(ticks, names)
+    ax.set_xticks([], minor=True)
+
+
+class Names:
+    """Names of lines at their right ends, which are written when all axes are final."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Any, list[tuple[str, float, float, str]]] = {}  # by axes
+
+    def line(
+        self,
+        ax: Any,
+        name: str,
+        rows: Sequence[Row],
+        x: str,
+        y: str,
+        bars: tuple[str, str] | None = None,
+        *,
+        color: str,
+        band: bool = False,
+        **style: Any,
+    ) -> None:
+        """Draw the column `y` over `x`, with bars, or a band, between two more columns.
+
+        name: empty = none.
+        """
+        xs, ys = [r[x] for r in rows], [r[y] for r in rows]
+        style = {"fmt": "o-", "color": color} | style
+        low, high = ([r[column] for r in rows] for column in bars or (y, y))
+        if band:
+            ax.fill_between(xs, low, high, color=color, alpha=0.12, linewidth=0)
+        if bars and not band:
+            down = [max(a - b, 0) for a, b in zip(ys, low, strict=True)]
+            up = [max(b - a, 0) for a, b in zip(ys, high, strict=True)]
+            ax.errorbar(xs, ys, [down, up], **style)
+        else:
+            ax.plot(xs, ys, style.pop("fmt"), **style)
+        if name:
+            self.at(ax, name, xs[-1], ys[-1], color)
+
+    def each(
+        self, ax: Any, rows: Sequence[Row], x: str, y: str, colours: Mapping[str, str], *bars: str,
+        by: str = "attention", named: bool = True, **style: Any,
+    ) -> None:  # fmt: skip
+        """A `line` for each value of the column `by` that has a colour and rows."""
+        for name, color in colours.items():
+            of_name = [r for r in rows if r[by] == name]
+            if of_name:
+                low_high = (bars[0], bars[1]) if bars else None
+                self.line(ax, name * named, of_name, x, y, low_high, color=color, **style)
+
+    def at(self, ax: Any, name: str, x: float, y: float, color: str) -> None:
+        """Add a name for a line that ends there."""
+        self._ends.setdefault(ax, []).append((name, x, y, color))
+
+    def write(self, figure: Any) -> None:
+        """Write the names."""
+        figure.canvas.draw()
+        for ax, ends in self._ends.items():
+            _label_ends(ax, ends)
+
+
+def _label_ends(ax: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
+    """Write names at the right ends of lines, moved apart: (text of some lines, x, y, colour)."""
+    n_line = 1 + max(text.count("\n") for text, *_ in ends)
+    height = 0.062 * n_line  # the height of a name as a share of the axis
+    to_axes = ax.transData + ax.transAxes.inverted()
+    spots = sorted(
+        ((*to_axes.transform((x, y)), text, colour) for text, x, y, colour in ends),
+        key=lambda s: s[1],
+    )
+    ys = np.array([s[1] for s in spots])
+    for _ in range(200):  # push neighbours apart
+        for i in range(1, len(ys)):
+            lap = height - (ys[i] - ys[i - 1])
+            if lap > 1e-6:
+                ys[i - 1] -= lap / 2
+                ys[i] += lap / 2
+    right = max(s[0] for s in spots)
+    for (_, _, text, colour), y in zip(spots, ys, strict=True):
+        ax.text(
+            right + 0.02, y, text, color=colour, transform=ax.transAxes, va="center", fontsize=8
+        )
 
 
 # ---- records ----

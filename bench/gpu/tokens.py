@@ -22,17 +22,11 @@ from typing import Any
 import numpy as np
 
 from bench import plot
+from bench.options import number_option, specs_option
 from pyorch import engine
 from pyorch.attention.cost import GROUP
 from pyorch.attention.spec import AttentionSpec, parse_spec
-from pyorch.cli.bench.measurement import (
-    Column,
-    Done,
-    Measurement,
-    number_option,
-    same,
-    specs_option,
-)
+from pyorch.cli.bench.measurement import Column, Done, Measurement, same
 from pyorch.cli.groups import option, several
 from pyorch.cli.types import LAYERS, Numbers
 from pyorch.errors import SparqError

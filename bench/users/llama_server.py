@@ -14,9 +14,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
+from bench.options import BookOptions, number_option, specs_option
 from pyorch import children, native
 from pyorch.attention.spec import AttentionSpec
-from pyorch.cli.bench.measurement import BookOptions, number_option, specs_option
 from pyorch.errors import SparqError
 from pyorch.measure.turns import OFF, Side
 

@@ -20,19 +20,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from bench import plot
+from bench.options import BookOptions, model_name, number_option, tables
 from pyorch import engine
 from pyorch.attention.spec import PROMPTS, parse_spec
 from pyorch.cli import options as opt
-from pyorch.cli.bench.measurement import (
-    BookOptions,
-    Done,
-    Measurement,
-    model_name,
-    number_option,
-    same,
-    tables,
-    text_hash,
-)
+from pyorch.cli.bench.measurement import Done, Measurement, same, text_hash
 from pyorch.cli.groups import several
 from pyorch.cli.types import Numbers
 from pyorch.errors import SparqError

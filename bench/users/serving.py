@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.options import model_name, tables
 from bench.users import llama_server
 from bench.users.llama_server import Server, ServerCase, ServerOptions, Times
-from pyorch.cli.bench.measurement import BOTH, Done, Measurement, Row, model_name, same, tables
+from pyorch.cli.bench.measurement import BOTH, Done, Measurement, Row, same
 from pyorch.errors import SparqError
 from pyorch.measure import records
 from pyorch.measure.records import Record, Result

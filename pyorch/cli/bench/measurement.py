@@ -12,22 +12,18 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pyorch import engine, table
-from pyorch.attention.spec import parse_spec
+from pyorch import table
 from pyorch.cli import types
 from pyorch.cli.groups import option, takes
 from pyorch.cli.terminal import note
 from pyorch.errors import SparqError
-from pyorch.evals.texts import read_texts
 from pyorch.measure import records
 from pyorch.measure.records import Record, Result
-from pyorch.models.content import card_of
 from pyorch.progress import progress_bar
 
 Group = Sequence[Any]  # of cases
@@ -54,58 +50,6 @@ class RecordOptions:
         help="Folder of the records.  [default: bench/results in a clone, else the user's data]",
     )
     force: bool = option("--force", is_flag=True, help="Measure again what is recorded already.")
-
-
-def model_option() -> Any:
-    return option(
-        "--model",
-        "-m",
-        metavar="FILE",
-        required=True,
-        type=types.File(),
-        callback=lambda _, __, name: Path(name),
-        help="GGUF model to measure.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BookOptions:
-    """A model, and a text that it reads."""
-
-    model: Path = model_option()
-    text: str = option(
-        "--text",
-        metavar="FILE",
-        required=True,
-        type=types.File(),
-        callback=lambda _, __, name: "\n\n".join(read_texts([Path(name)])),
-        help="A book, long enough.",
-    )
-    n_threads: int = option(
-        "--threads",
-        "-t",
-        type=types.THREADS,
-        callback=lambda _, __, n: n or engine.usable_cores(),
-        help="Number of threads.  [default: one per core]",
-    )
-
-
-def number_option(*names: str, default: int, low: int = 1, text: str = "") -> Any:
-    kind = click.IntRange(low)
-    return option(*names, type=kind, default=default, show_default=True, help=text or None)
-
-
-def specs_option(*default: str) -> Any:
-    return option(
-        "-a",
-        "--attn",
-        multiple=True,
-        metavar="SPEC",
-        default=default,
-        show_default=True,
-        callback=lambda _, __, lines: tuple(dict.fromkeys(map(parse_spec, lines))),
-        help="Settings of attention; repeatable.",
-    )
 
 
 # ---- cases ----
@@ -280,19 +224,3 @@ def whole_table(of: Measurement, folder: Path) -> str:
     recs = records.latest(records.load_all(folder / of.file))
     text, old = of.table(recs), records.about_old(recs).strip()
     return text if old in text else f"{text}\n\n{old}"
-
-
-def tables(of_run: Callable[[Sequence[Record]], str]) -> Callable[[Sequence[Record]], str]:
-    """Make a function of records show those of each run by themselves."""
-
-    @wraps(of_run)
-    def of_all(recs: Sequence[Record]) -> str:
-        return "\n\n".join(of_run([*run.values()]) for run in records.by_run(recs))
-
-    return of_all
-
-
-def model_name(model: Path) -> str:
-    """The title of a model's card, or the name of its file."""
-    card = card_of(model)
-    return card.title if card else model.name
