@@ -255,10 +255,7 @@ def _tokens(recs: Sequence[Record]) -> list[Row]:
 
 
 def _attention(recs: Sequence[Record]) -> list[Row]:
-    return [
-        r | {"attention": attention_time.label(r), "share": 100 * r["roofline"]}
-        for r in attention_time.rows(recs)
-    ]
+    return [r | {"share": 100 * r["roofline"]} for r in attention_time.rows(recs)]
 
 
 READERS: dict[str, Callable[[Sequence[Record]], Sequence[Row]]] = {

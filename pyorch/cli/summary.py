@@ -28,7 +28,6 @@ class Summary:
             "decode_tokens": len(t.decode_s),
             "decode_s": round(sum(t.decode_s), 4),
             "decode_tokens_per_s": round(t.decode_rate, 2),
-            "decode_tokens_per_s_median": round(t.decode_rate_median, 2),
             "attention": dict(info.raw) if info else None,
         }
         if info:

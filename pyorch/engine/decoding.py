@@ -42,12 +42,7 @@ def _decode_tokens(
     ends: whether logits are needed for the last token. If a prompt continues they must not be, or
         a rest of one token would count as decoded: ggml_ops/llama/llama-sparse.h has the rule.
     """
-    if len(session.tokens) + len(tokens) > session.n_ctx:
-        raise SparqError(
-            f"context full: {len(session.tokens)} + {len(tokens)} tokens, "
-            f"but the context has {session.n_ctx} positions",
-            LONGER,
-        )
+    check_length(session, len(session.tokens) + len(tokens))
     buf = (ctypes.c_int32 * len(tokens))(*tokens)
     batch = session.lib.llama_batch_get_one(buf, len(tokens))
     batch.logits = (ctypes.c_int8 * len(tokens))(*[0] * (len(tokens) - 1), ends)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,11 +80,6 @@ class Timings:
     def decode_rate(self) -> float:
         """Decoded tokens per second; 0 before the first."""
         return len(self.decode_s) / sum(self.decode_s) if self.decode_s else 0.0
-
-    @property
-    def decode_rate_median(self) -> float:
-        """Tokens per second of the median token, which other programs disturb less."""
-        return 1 / statistics.median(self.decode_s) if self.decode_s else 0.0
 
 
 class Watcher(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from pyorch.errors import SparqError
@@ -35,11 +36,9 @@ def articles(file: Path | None) -> list[str]:
         text = read_text(file, "--data takes wiki.valid.raw")
     else:
         rows = data.rows("wikitext", file)
-        if "page" in rows[0]:
-            return [r["page"] for r in rows]
         text = "".join(data.need(r, ("text",), "WikiText")[0] for r in rows)
     starts = [m.start() for m in _TITLE.finditer(text)]
-    return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)] or [text]
+    return [text[a:b] for a, b in pairwise([*starts, len(text)])] or [text]
 
 
 def examples(setup: Setup) -> Iterator[Example]:

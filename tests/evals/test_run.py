@@ -296,7 +296,7 @@ def test_a_text_that_does_not_fit_is_said_before_anything_runs(
     enough = result.exception.hint.split()[1]
     assert not (tmp_path / "out").exists()
     assert run_eval(*args, "--ctx", enough, "-a", "off").exit_code == 0
-    data.write_text(json.dumps({"page": "a page of a few words"}))
+    data.write_text(json.dumps({"text": "a page of a few words"}))
     result = run_eval("wikitext", "--data", data)
     assert isinstance(result.exception, SparqError) and "wikitext" in result.exception.message
 

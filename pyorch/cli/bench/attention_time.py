@@ -218,6 +218,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
                 "build_commit": env["commit"][:9],
                 "cpu_info": env["machine"]["cpu"],
                 **vars(case),
+                "attention": case.label,
                 "attention_ms": mid / 1e6,
                 "attention_p10_ms": low / 1e6,
                 "attention_p90_ms": high / 1e6,
@@ -230,10 +231,6 @@ def rows(recs: Sequence[Record]) -> list[Row]:
             }
         )
     return out
-
-
-def label(r: Row) -> str:
-    return f"stock -fa {int(r['flash_attn'])}" if r["library"] == "stock" else str(r["spec"])
 
 
 def _attention_ns(rec: Record, base: float) -> tuple[float, float, float]:
@@ -250,7 +247,7 @@ _COLUMNS: dict[str, Column] = {
     "K, V": types_of,
     "threads": lambda r: r["n_threads"],
     "positions": lambda r: r["n_depth"],
-    "attention": lambda r: f"`{label(r)}`",
+    "attention": lambda r: f"`{r['attention']}`",
     "ms per token (p10-p90)": lambda r: (
         f"{r['attention_ms']:.2f} ({r['attention_p10_ms']:.2f}-{r['attention_p90_ms']:.2f})"
     ),
