@@ -42,10 +42,7 @@ def info(session: Session) -> c_functions.AttentionInfo:
     Raises:
         SparqError: it is a stock library, which keeps no account.
     """
-    arguments = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
-    call = c_functions.function(
-        session.lib, "llama_get_sparse_attn_info", ctypes.c_int32, *arguments
-    )
+    call = c_functions.ours(session.lib).llama_get_sparse_attn_info
     size = call(session.ctx, None, 0) + 4096  # counters may gain a digit meanwhile
     text = ctypes.create_string_buffer(size)
     call(session.ctx, text, size)
@@ -58,8 +55,7 @@ def reset_counters(session: Session) -> None:
     if session.watch is not None:
         session.watch.reset()
     if c_functions.is_ours(session.lib):
-        name = "llama_sparse_attn_reset_counters"
-        c_functions.function(session.lib, name, None, ctypes.c_void_p)(session.ctx)
+        c_functions.ours(session.lib).llama_sparse_attn_reset_counters(session.ctx)
 
 
 def measure_mass(session: Session, work: Callable[[], T]) -> tuple[T, list[float]]:
@@ -73,16 +69,14 @@ def measure_mass(session: Session, work: Callable[[], T]) -> tuple[T, list[float
     Raises:
         SparqError: attention is computed on a GPU, or it is a stock library.
     """
-    void, doubles = ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)
-    begin = c_functions.function(session.lib, "llama_sparse_measure_begin", void, void)
-    end = c_functions.function(session.lib, "llama_sparse_measure_end", None, void, doubles)
+    lib = c_functions.ours(session.lib)
     masses = (ctypes.c_double * session.geometry.n_layer)()
-    if not (handle := begin(session.ctx)):
+    if not (handle := lib.llama_sparse_measure_begin(session.ctx)):
         raise SparqError("the library cannot measure attention here: no memory")
     try:
         result = work()
     finally:
-        end(handle, masses)
+        lib.llama_sparse_measure_end(handle, masses)
     if any(map(math.isnan, masses)):
         raise SparqError(
             "what share of the attention is read could not be measured: it runs on a GPU",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from types import ModuleType
@@ -13,6 +13,7 @@ from typing import Any
 from pyorch.attention.cost import per_token
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
+from pyorch.native.prototypes import declare
 
 Json = Mapping[str, Any]  # an object from the library
 
@@ -72,25 +73,16 @@ def is_ours(lib: ModuleType) -> bool:
     return hasattr(lib._lib, "llama_set_sparse_attn")
 
 
-def function(
-    lib: ModuleType, name: str, result: type | None, *arguments: type
-) -> Callable[..., Any]:
-    """Returns a function of our C API, with its types set.
+def ours(lib: ModuleType) -> Any:
+    """The library with our C functions, whose types are set.
 
     Raises:
         SparqError: it is a stock library.
     """
-    try:
-        call: Callable[..., Any] = getattr(lib._lib, name)
-    except AttributeError:
-        raise SparqError(
-            "this libllama has no sparse attention: it is a stock build", "run `sparq-cpp build`"
-        ) from None
-    call.restype, call.argtypes = result, list(arguments)  # type: ignore[attr-defined]
-    return call
-
-
-_CTX, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+    if not is_ours(lib):
+        what = "this libllama has no sparse attention: it is a stock build"
+        raise SparqError(what, "run `sparq-cpp build`")
+    return declare(lib._lib)
 
 
 def set_spec(lib: ModuleType, ctx: int | None, spec: AttentionSpec) -> None:
@@ -101,9 +93,8 @@ def set_spec(lib: ModuleType, ctx: int | None, spec: AttentionSpec) -> None:
     """
     if spec.method == "off" and not is_ours(lib):
         return
-    call = function(lib, "llama_set_sparse_attn", ctypes.c_int32, _CTX, _TEXT, _TEXT, _SIZE)
     err = ctypes.create_string_buffer(1024)
-    if call(ctx, str(spec).encode(), err, len(err)) < 0:
+    if ours(lib).llama_set_sparse_attn(ctx, str(spec).encode(), err, len(err)) < 0:
         message, _, hint = err.value.decode("utf-8", errors="replace").partition("\n")
         raise SparqError(f"attention {str(spec)!r}: {message or 'refused'}", hint.strip())
 

@@ -357,16 +357,6 @@ def _open(session: Session, fd: int, of: Document, n_read: int) -> int:
         raise
 
 
-_U32, _U64, _INT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int32
-_FUNCTIONS: dict[str, list[type]] = {  # the arguments between the context and the buffer of text
-    "bytes": [_U32],
-    "kind": [],
-    "write": [_INT, _INT, _U64, _U32, _U32, _U32],
-    "write_shadow": [_INT, _INT, _U64, _U32],
-    "open": [_INT, _INT, _U64, _U32, _U32, ctypes.c_char_p],
-}
-
-
 def _call(
     session: Session, name: str, *values: int | bytes, path: Path | None = None
 ) -> tuple[int, str]:
@@ -376,10 +366,7 @@ def _call(
     Raises:
         SparqError: it failed, with the file `path`; or it is a stock library.
     """
-    types = [ctypes.c_void_p, *_FUNCTIONS[name], ctypes.c_char_p, ctypes.c_size_t]
-    function = c_functions.function(
-        session.lib, f"llama_sparse_document_{name}", ctypes.c_int64, *types
-    )
+    function = getattr(c_functions.ours(session.lib), f"llama_sparse_document_{name}")
     text = ctypes.create_string_buffer(4096)
     with session.library.call() as call:
         n = function(session.ctx, *values, text, len(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -119,7 +118,6 @@ class Session:
         self.tokens: list[int] = []
         # what layers that forget knew after so many tokens, see decoding.py
         self.checkpoint: tuple[int, ctypes.Array[ctypes.c_uint8]] | None = None
-        self.prompts: Sequence[Sequence[int]] = ()  # those that `prefill_each` read last
         self.timings = Timings()
         self.owns_model = False  # whether the model is closed with the session
         self.settings = settings

@@ -34,7 +34,6 @@ def prefill_each(
         SparqError: the library failed. What the caches hold is then unknown, as after Ctrl-C.
     """
     session.lib.llama_memory_clear(session.memory, True)
-    session.prompts = ()
     done, total = 0, sum(map(len, prompts))
     for i, prompt in enumerate(prompts):
         for at in range(0, len(prompt), session.n_batch):
@@ -45,7 +44,6 @@ def prefill_each(
             done += len(batch)
             progress(done, total)
     session.lib.llama_synchronize(session.ctx)
-    session.prompts = prompts
 
 
 def decode_each(session: Session, tokens: Mapping[int, int]) -> np.ndarray:

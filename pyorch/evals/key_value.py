@@ -6,10 +6,9 @@ the answer.
 
 from __future__ import annotations
 
-import uuid
 from functools import partial
 
-from pyorch.evals import ruler
+from pyorch.evals import niah, ruler
 from pyorch.evals.decode import Example
 from pyorch.evals.task import Setup, Task, endless
 
@@ -22,12 +21,8 @@ SPARE = 8  # tokens of the answer besides the value
 
 
 def example(setup: Setup, i: int) -> Example:
-    rng = setup.rng(i)
-
-    def draw() -> str:
-        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
-
-    pairs = [(draw(), draw()) for _ in range(max(setup.ctx // 16, 2))]
+    rng, n_pairs = setup.rng(i), max(setup.ctx // 16, 2)
+    pairs = [(niah.draw("uuid", rng), niah.draw("uuid", rng)) for _ in range(n_pairs)]
     place = rng.random()  # where the wanted pair stands
     max_tokens = max(len(setup.tokens(f' "{v}"')) for _, v in pairs) + SPARE
 

@@ -96,14 +96,10 @@ class Series:
         return f"{card.title} ({name})" if card else name
 
     @property
-    def bytes_per_token(self) -> float:
-        """The bytes of K, V and a method's additions to them, in all layers; NaN if not counted."""
-        return per_token(self.counters)[0] if self.counters.get("steps") else math.nan
-
-    @property
-    def bytes_dense(self) -> float:
-        """The bytes that all of K and V would have taken."""
-        return per_token(self.counters)[1] if self.counters.get("steps") else math.nan
+    def token_bytes(self) -> tuple[float, float]:
+        """The bytes of K, V and a method's additions to them that a token read in all layers, and
+        those that all of K and V would have taken; NaN if not counted."""
+        return per_token(self.counters) if self.counters.get("steps") else (math.nan, math.nan)
 
     @property
     def tokens_per_s(self) -> float:

@@ -64,8 +64,8 @@ def rows(group: Sequence[Series]) -> list[Row]:
         gap_low, gap_high = stats.mean(gap, mine.texts)
         # llama.cpp's own attention keeps no account: it reads all of K and V
         is_stock = s.method in (OFF, STOCK_FA0)
-        read = counted.bytes_dense if is_stock else s.bytes_per_token
-        dense = counted.bytes_dense if is_stock else s.bytes_dense
+        read, dense = (counted if is_stock else s).token_bytes
+        read = dense if is_stock else read
         out.append(
             Row(
                 task=task.name,

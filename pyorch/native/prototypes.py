@@ -1,4 +1,4 @@
-"""The C functions of ggml that Python calls: one table of their types."""
+"""The C functions of ggml, and ours, that Python calls: one table of their types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pyorch.native import slots
 from pyorch.native.tensor import InitParams, Tensor
 
 TensorPtr = POINTER(Tensor)
-_T, _P = TensorPtr, c_void_p
+_T, _P, _U32 = TensorPtr, c_void_p, ctypes.c_uint32
+_TEXT = c_char_p, c_size_t  # a buffer that the library writes to
+_AT = _P, c_int, c_int, ctypes.c_uint64, _U32  # context, sequence, file, offset, positions
 
 
 class Plan(ctypes.Structure):
@@ -61,6 +63,17 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     # our ops
     "ggml_sparse_attn_visible": (_T, _P, _T),
     **{f"ggml_{name}": (_T, _P, POINTER(slots.Sources), of) for name, of in CONSTRUCTORS.items()},
+    # ours of llama.cpp, see ggml_ops/llama/llama-sparse.h
+    "llama_set_sparse_attn": (c_int, _P, c_char_p, *_TEXT),
+    "llama_get_sparse_attn_info": (c_int, _P, *_TEXT),
+    "llama_sparse_attn_reset_counters": (None, _P),
+    "llama_sparse_measure_begin": (_P, _P),
+    "llama_sparse_measure_end": (None, _P, POINTER(ctypes.c_double)),
+    "llama_sparse_document_bytes": (c_int64, _P, _U32, *_TEXT),
+    "llama_sparse_document_kind": (c_int64, _P, *_TEXT),
+    "llama_sparse_document_write": (c_int64, *_AT, _U32, _U32, *_TEXT),
+    "llama_sparse_document_write_shadow": (c_int64, *_AT, *_TEXT),
+    "llama_sparse_document_open": (c_int64, *_AT, _U32, c_char_p, *_TEXT),
     # the CPU
     "ggml_cpu_init": (None,),
     "ggml_graph_plan": (Plan, _P, c_int, _P),

@@ -26,11 +26,8 @@ from pyorch.measure.turns import Side
 from pyorch.models.synth import QUANTS
 
 # as in llama-bench; with `auto` stock is measured both ways
-_FLASH_ATTN = {
-    **dict.fromkeys(("0", "off", "disabled", "false"), (False,)),
-    **dict.fromkeys(("1", "on", "enabled", "true"), (True,)),
-    **dict.fromkeys(("auto", "-1"), (False, True)),
-}
+_OFF, _ON = (False,), (True,)
+_FLASH_ATTN = {"0": _OFF, "off": _OFF, "1": _ON, "on": _ON, "auto": _OFF + _ON}
 
 
 def _cache_option(short: str, name: str) -> Any:
