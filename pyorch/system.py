@@ -117,11 +117,6 @@ if sys.platform == "win32":
         """The bytes that this process may still map; None without a limit, as here."""
         return None
 
-    @contextmanager
-    def no_interrupt() -> Iterator[None]:
-        """A process that is started in this block does not get Ctrl-C. Here it does."""
-        yield
-
 else:
     import fcntl
     import resource
@@ -191,12 +186,3 @@ else:
             return None
         with open("/proc/self/statm") as f:
             return max(limit - int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE"), 0)
-
-    @contextmanager
-    def no_interrupt() -> Iterator[None]:
-        """A process that is started in this block gets no Ctrl-C, from its first moment on."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)

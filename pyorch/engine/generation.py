@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 from pyorch.engine.decoding import align, check_length, decode, prefill
 from pyorch.engine.model import Session
-from pyorch.engine.sampling import Sampler, Sampling
+from pyorch.engine.sampling import Sampling, sampler
 from pyorch.engine.text import TextStream, check_text, is_eog, tokenize
 from pyorch.errors import SparqError
 from pyorch.progress import Progress
@@ -67,9 +66,9 @@ def generate(
         yield Piece(-1, "", "interrupted")
         return
     stream = TextStream(session, stop)
-    with closing(Sampler(session, sampling or Sampling())) as sampler:
+    with sampler(session, sampling or Sampling()) as sample:
         for i in range(max_tokens):
-            token = sampler.sample()
+            token = sample()
             if is_eog(session, token) and not ignore_eog:
                 yield Piece(token, stream.rest(), "eog")
                 return

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
-from pyorch import native
+from pyorch import native, system
 from pyorch.attention.placement import MAIN_MEMORY, MARGIN, Rates
 from pyorch.attention.spec import AttentionSpec
 from pyorch.engine import bandwidth
@@ -57,24 +57,6 @@ class Call:
         if self.came:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Wrap C code that may call us at any moment: Ctrl-C is noted and not raised.
-
-        A function that C calls would lose it, because Python may raise before the first line of its
-        body. Nothing changes if a program has a handler of its own, or in threads other than the
-        main one, which get no signals.
-        """
-        plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if not (plain and threading.current_thread() is threading.main_thread()):
-            yield
-            return
-        signal.signal(signal.SIGINT, self.note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
     @property
     def reason(self) -> str:
         """The reason why the call failed, as far as the library said: its first useful warning,
@@ -104,11 +86,19 @@ class Library:
 
     @contextmanager
     def call(self) -> Iterator[Call]:
-        """Wrap C code. A Ctrl-C is noted meanwhile; the caller cleans up, then raises it."""
+        """Wrap C code, which may call us at any moment. A Ctrl-C is noted meanwhile; the caller
+        cleans up, then raises it.
+
+        A function that C calls would lose it, because Python may raise before the first line of its
+        body. Nothing changes if a program has a handler of its own, or in threads other than the
+        main one, which get no signals.
+        """
         call = Call()
         self._calls.append(call)
+        is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        is_ours = is_plain and threading.current_thread() is threading.main_thread()
         try:
-            with call.held_back():
+            with system.handled(call.note, [signal.SIGINT] * is_ours):
                 yield call
         finally:
             self._calls.remove(call)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 from pyorch.engine.model import Session
 
@@ -37,38 +37,32 @@ class Sampling:
         return replace(self, seed=secrets.randbits(32)) if self.seed is None else self
 
 
-class Sampler:
-    """llama.cpp's own chain of samplers, with the `seed` that it draws from; has to be closed."""
-
-    def __init__(self, session: Session, sampling: Sampling) -> None:
-        lib = session.lib
-        self.session = session
-        self.seed = (sampling.drawn().seed or 0) & 0xFFFFFFFF
-        self.chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        for sampler in self._samplers(lib, sampling):
-            lib.llama_sampler_chain_add(self.chain, sampler)
+@contextmanager
+def sampler(session: Session, sampling: Sampling) -> Iterator[Callable[[], int]]:
+    """Yields what chooses the next token from the logits of the last evaluated one: llama.cpp's own
+    chain of samplers."""
+    lib = session.lib
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    try:
+        for one in _samplers(session, sampling.drawn()):
+            lib.llama_sampler_chain_add(chain, one)
         for token in session.tokens[-REPEAT_LAST_N:]:
-            lib.llama_sampler_accept(self.chain, token)  # the penalty counts the prompt as well
+            lib.llama_sampler_accept(chain, token)  # the penalty counts the prompt as well
+        yield lambda: int(lib.llama_sampler_sample(chain, session.ctx, -1))
+    finally:
+        lib.llama_sampler_free(chain)
 
-    def _samplers(self, lib: ModuleType, s: Sampling) -> Iterator[int]:
-        if s.repeat_penalty != 1:
-            yield lib.llama_sampler_init_penalties(
-                self.session.n_vocab, REPEAT_LAST_N, s.repeat_penalty, 0.0, 0.0
-            )
-        if s.temp <= 0:
-            yield lib.llama_sampler_init_greedy()
-            return
-        yield lib.llama_sampler_init_top_k(s.top_k)
-        yield lib.llama_sampler_init_top_p(s.top_p, 1)
-        yield lib.llama_sampler_init_min_p(s.min_p, 1)
-        yield lib.llama_sampler_init_temp(s.temp)
-        yield lib.llama_sampler_init_dist(self.seed)
 
-    def sample(self) -> int:
-        """The next token, from the logits of the last evaluated one."""
-        return int(self.session.lib.llama_sampler_sample(self.chain, self.session.ctx, -1))
-
-    def close(self) -> None:
-        if self.chain:
-            self.session.lib.llama_sampler_free(self.chain)
-        self.chain = None
+def _samplers(session: Session, s: Sampling) -> Iterator[int]:
+    lib, n_vocab = session.lib, session.n_vocab
+    if s.repeat_penalty != 1:
+        penalties = s.repeat_penalty, 0.0, 0.0
+        yield lib.llama_sampler_init_penalties(n_vocab, REPEAT_LAST_N, *penalties)
+    if s.temp <= 0:
+        yield lib.llama_sampler_init_greedy()
+        return
+    yield lib.llama_sampler_init_top_k(s.top_k)
+    yield lib.llama_sampler_init_top_p(s.top_p, 1)
+    yield lib.llama_sampler_init_min_p(s.min_p, 1)
+    yield lib.llama_sampler_init_temp(s.temp)
+    yield lib.llama_sampler_init_dist((s.seed or 0) & 0xFFFFFFFF)

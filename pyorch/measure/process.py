@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch import children, engine, system
+from pyorch import children, engine
 from pyorch.engine.bandwidth import MemoryReader
 from pyorch.errors import SparqError
 from pyorch.measure import state
@@ -177,14 +177,13 @@ class Process:
 
     def __init__(self, stock: bool = False, rival: str | None = None) -> None:
         ours = children.python("pyorch.measure.process", *["--stock"] * stock)
-        # Ctrl-C is for us, who then end the process. It inherits this from its first moment on
-        with system.no_interrupt():
-            self.process = subprocess.Popen(
-                children.bound([rival] if rival else ours),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+        self.process = subprocess.Popen(
+            children.bound([rival] if rival else ours),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C in a terminal comes to us alone, who then end it
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
