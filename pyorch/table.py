@@ -44,17 +44,11 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | list | dict | None) else str(value)
 
 
-def as_csv(rows: Sequence[Row], *, quoted: bool = False) -> str:
+def as_csv(rows: Sequence[Row]) -> str:
     """CSV with a column for every name that any row has; without the final line break."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    writer = csv.DictWriter(
-        text,
-        names,
-        quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL,
-        lineterminator="\n",
-        restval="",
-    )
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows({k: plain(v) for k, v in row.items()} for row in rows)
     return text.getvalue().rstrip()

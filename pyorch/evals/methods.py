@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pyorch import engine, policies
-from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.policies import STOCK_FA0, Method
 from pyorch.policies.base import Policy
@@ -34,15 +33,6 @@ def reader(method: Method) -> AttentionSpec:
     if method == STOCK_FA0:
         return STOCK_FA0
     return method.of_prompt if isinstance(method, AttentionSpec) else EXACT
-
-
-def meaning(method: Method, model: Path) -> str:
-    """The meaning of a method for a model: a calibrated method has the settings found for it.
-
-    Raises:
-        SparqError: the model is not calibrated for it.
-    """
-    return str(resolve(method, model) if isinstance(method, AttentionSpec) else method)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from pyorch import engine, native, paths
+from pyorch.attention.saved import resolve
 from pyorch.attention.spec import AttentionSpec
 from pyorch.errors import SparqError
 from pyorch.evals.decode import Decoder, Example, Outcome, log_softmax
-from pyorch.evals.methods import EXACT, Runner, meaning
+from pyorch.evals.methods import EXACT, Runner
 from pyorch.evals.series import Series, bench_of, make
 from pyorch.evals.task import Setup, Task
 from pyorch.measure import records
@@ -76,7 +77,9 @@ def run(
         SparqError: data, sizes or settings are wrong, or a sparse method never ran sparse.
     """
     methods = list(dict.fromkeys(plan.methods))
-    meanings = {m: meaning(m, plan.model) for m in methods}
+    # a calibrated method stands for the settings that were found for this model
+    resolved = (resolve(m, plan.model) if isinstance(m, AttentionSpec) else m for m in methods)
+    meanings = dict(zip(methods, map(str, resolved), strict=True))
     env = records.environment({"sparq": native.lib_dir()})
     model = about_model(plan.model)
     with Runner(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -320,8 +320,7 @@ def as_json(series: Sequence[Series]) -> str:
 
 def flat(row: Row) -> dict[str, Any]:
     """A row for output, with the method as its line."""
-    values = {f.name: getattr(row, f.name) for f in fields(row)}
-    return values | {"method": str(row.method)}
+    return vars(row) | {"method": str(row.method)}
 
 
 FORMATS = {"md": markdown, "summary": summary, "csv": as_csv, "json": as_json}

@@ -142,7 +142,7 @@ def _printed(of: Measurement, recs: Sequence[Record], form: str) -> str:
         return of.table(recs)
     flat = of.rows(recs)
     if form == "csv":
-        return table.as_csv(flat, quoted=True)
+        return table.as_csv(flat)
     pairs = zip(flat, recs, strict=True)
     more = [r | {x: rec[x] for x in ("counters", "samples_ns")} for r, rec in pairs]
     return table.as_json(more) if form == "json" else table.as_jsonl(more)
