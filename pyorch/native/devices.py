@@ -65,9 +65,10 @@ def with_memory(ggml: Any, device: Device) -> Device:
 def runs_sparse(lib: Any, device: Device, asked: bool) -> bool:
     """Whether attention is sparse on a GPU of our library. Unless gpu_min_mb asks for it, only on
     those where that was timed. lib: the module with the C functions."""
-    node = Tensor(op=op_number(lib, "SPARSE_ATTN"))
+    ggml = declare(lib._lib)
+    node = Tensor(op=op_number(ggml, "SPARSE_ATTN"))
     node.op_params[0] = VISIBLE if asked else IS_TIMED
-    return bool(declare(lib._lib).ggml_backend_dev_supports_op(device.pointer, node))
+    return bool(ggml.ggml_backend_dev_supports_op(device.pointer, node))
 
 
 @functools.cache

@@ -57,11 +57,9 @@ class InitParams(ctypes.Structure):
     ]
 
 
-def op_number(lib: Any, name: str) -> int:
-    """The number of an op in this build of ggml. lib: the module with the C functions."""
-    call = lib._lib.ggml_op_name
-    call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    return next(i for i in count() if call(i) == name.encode())
+def op_number(ggml: Any, name: str) -> int:
+    """The number of an op in this build of ggml, whose functions are declared."""
+    return next(i for i in count() if ggml.ggml_op_name(i) == name.encode())
 
 
 def source(t: Tensor, i: int) -> Tensor | None:

@@ -82,8 +82,8 @@ class PolicyWatch:
         if ggml.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT:
             raise SparqError("struct ggml_tensor is not what pyorch/native/tensor.py says")
         self.session = session
-        self.ours = op_number(session.lib, "SPARSE_ATTN")
-        self.flash_attn = op_number(session.lib, "FLASH_ATTN_EXT")
+        self.ours = op_number(ggml, "SPARSE_ATTN")
+        self.flash_attn = op_number(ggml, "FLASH_ATTN_EXT")
         # whether Python can read a buffer
         self.is_host: Callable[[int], bool] = ggml.ggml_backend_buffer_is_host
         self.d_v = session.geometry.head_dim_v
