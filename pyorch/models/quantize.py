@@ -87,6 +87,8 @@ def quantize(
             raise SparqError(f"{imatrix}: has no weights for the layers of {source}", hint)
         progress(len(before.tensors), len(before.tensors))
         after = read_gguf(partial)
+        if len(after.tensors) != len(before.tensors):
+            raise SparqError(f"{target}: {TOOL} wrote {len(after.tensors)} tensors", "a bug")
     weights = sum(math.prod(t.shape) for t in after.tensors)
     return Result(
         target,
