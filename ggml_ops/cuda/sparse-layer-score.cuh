@@ -65,7 +65,9 @@ __device__ __forceinline__ void layer_block<N_BIT, GB, TYPE>::scan_unit(float (&
         const auto make = [&] {
             make_coef<LINE ? 32 : 8>(m.score, step, base, warp, n_comp, sa.k_range.at(h_kv*sa.d, group, s), sa.k_range.nb1);
         };
-        if constexpr (LINE) {
+        if constexpr (LINE && USES_MMA<GB>) {
+            scan_line_mma(x, m.score, step, base, warp, n_comp, k_t + codes_at<N_BIT>(group, 0), sa.k_t.nb1, make);
+        } else if constexpr (LINE) {
             scan_line(x, m.score, step, base, warp, n_comp, k_t + codes_at<N_BIT>(group, 0), sa.k_t.nb1, make);
         } else {
             scan_codes<8>(x, m.score, step, base, warp, n_comp, k_t + codes_at<N_BIT>(group, lane), sa.k_t.nb1, make);

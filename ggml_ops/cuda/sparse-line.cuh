@@ -17,7 +17,7 @@ __device__ __forceinline__ int line_position(int line, int lane) {
 // As scan_codes(): the sums are the same whole numbers. Each quarter of the lanes has a quarter of the components
 //   k_t: the KV head's first component at the group's line
 template <int GB, int NT, typename F>
-__device__ __forceinline__ void scan_line_dp4a(
+__device__ __forceinline__ void scan_line(
         float (&x)[GB][4], const score_shared<4, GB, NT> & m, const float (&step)[GB], const float (&base)[GB], int w, int n_comp, const char * k_t,
         int64_t nb_comp, const F & make) {
     constexpr int N = 8, HEADS = GB == 1 ? 1 : 2; // components, heads at a time: more heads would not fit into registers
@@ -140,15 +140,6 @@ __device__ __forceinline__ void scan_line_mma(
             x[h    ][l] = (float) (up1 ? got : half[u][0])*step[h]     + base[h];
             x[h + 2][l] = (float) (up1 ? half[u][1] : got)*step[h + 2] + base[h + 2];
         }
-    }
-}
-
-template <int GB, int NT, typename... A>
-__device__ __forceinline__ void scan_line(float (&x)[GB][4], const score_shared<4, GB, NT> & m, const A &... args) {
-    if constexpr (USES_MMA<GB>) {
-        scan_line_mma(x, m, args...);
-    } else {
-        scan_line_dp4a(x, m, args...);
     }
 }
 

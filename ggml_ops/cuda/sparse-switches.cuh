@@ -1,33 +1,13 @@
 #pragma once
 
-// Experiments, each a -D of its own, and off until a device has timed it. tests/cuda/test_races.py holds them to the same results
-#ifndef SPARQ_EARLY
-#define SPARQ_EARLY 0   // 1: what there is to see is read before the kernel in front is through, but in the first layer; 2: always
-#endif
-#ifndef SPARQ_HEADS_8
+// Experiments, off until a device has timed them. tests/cuda/test_races.py holds them to the same results
+#define SPARQ_EARLY 0 // 1: what there is to see is read before the kernel in front is through, but in the first layer; 2: always
 #define SPARQ_HEADS_8 0 // 1: with more than four query heads per KV head, codes and rows are read once for eight
-#endif
-#ifndef SPARQ_SINGLE
-#define SPARQ_SINGLE 0  // 1: a cluster of one block has the barriers of a block
-#endif
-#ifndef SPARQ_FENCE
-#define SPARQ_FENCE 0   // 1: barriers that order shared memory alone do not wait for global memory (CUDA 12.8)
-#endif
-#ifndef SPARQ_SMEM_KEYS
+#define SPARQ_SINGLE 0 // 1: a cluster of one block has the barriers of a block
+#define SPARQ_FENCE 0 // 1: barriers that order shared memory alone do not wait for global memory (CUDA 12.8)
 #define SPARQ_SMEM_KEYS 0 // 1: what is ranked, and the lists of what is selected, are in the shared memory of the block that owns them
-#endif
-#ifndef SPARQ_DSMEM_FINISH
 #define SPARQ_DSMEM_FINISH 0 // 1: blocks read the others' states and sums of V from shared memory
-#endif
-#ifndef SPARQ_PIPE_SCAN
 #define SPARQ_PIPE_SCAN 0 // 1: codes are asked for before those in front of them are worked on, and ranges four at a time
-#endif
-#ifndef SPARQ_PIPE_ROWS
 #define SPARQ_PIPE_ROWS 0 // 1: rows are asked for before those in front of them are worked on
-#endif
-#ifndef SPARQ_FORCED_EARLY
 #define SPARQ_FORCED_EARLY 0 // 1: with one query head per KV head, forced cells are attended while a warp looks for the cut
-#endif
-#ifndef SPARQ_MMA
 #define SPARQ_MMA 0 // 1: with several query heads per KV head, codes of 4 bits are read once for all of a pass, and multiplied by tensor cores
-#endif

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "ggml_ops"
 SOURCES = (OPS / "cuda" / "sparse-attn.cu", HERE / "host" / "main.cpp")
 NAME = "sparq-cuda.so"
-UNDEFINED = "alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero"
+CHECKS = "thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero"
 # as the build of ggml-cuda has it
 NVCC_FLAGS = ["-std=c++17", "-use_fast_math", "-extended-lambda"]
 
@@ -30,10 +30,10 @@ def include_flags(headers: Path, kernels: Path = OPS / "cuda") -> list[str]:
     return [f"-I{folder}" for folder in folders]
 
 
-def build_host(headers: Path, folder: Path, kernels: Path = OPS / "cuda", *more: str) -> None:
+def build_host(headers: Path, folder: Path, kernels: Path = OPS / "cuda") -> None:
     objects = [folder / "kernels.o", folder / "main.o"]
-    compile_host(kernels / SOURCES[0].name, objects[0], [*include_flags(headers, kernels), *more])
-    compile_host(SOURCES[1], objects[1], [*include_flags(headers), *more], checked=False)
+    compile_host(kernels / SOURCES[0].name, objects[0], include_flags(headers, kernels))
+    compile_host(SOURCES[1], objects[1], include_flags(headers), checked=False)
     link_host(headers, [*objects, "-shared"], folder / NAME)
 
 
@@ -42,8 +42,7 @@ def compile_host(source: Path, out: Path, includes: list[str], checked: bool = T
     argv = [_host(), "-std=gnu++17", "-O2", "-w", "-fno-strict-aliasing", "-fPIC"]
     argv += ["-U_FORTIFY_SOURCE", *includes]
     if checked:
-        argv += [f"-fsanitize=thread,{UNDEFINED}", "-fno-sanitize-recover"]
-        argv += ["-fno-threadsafe-statics"]
+        argv += [f"-fsanitize={CHECKS}", "-fno-sanitize-recover", "-fno-threadsafe-statics"]
     subprocess.run([*argv, "-x", "c++", "-c", source, "-o", out], check=True)
 
 
