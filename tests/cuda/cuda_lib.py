@@ -33,7 +33,7 @@ def include_flags(headers: Path, kernels: Path = OPS / "cuda") -> list[str]:
 def build_host(headers: Path, folder: Path, kernels: Path = OPS / "cuda") -> None:
     objects = [folder / "kernels.o", folder / "main.o"]
     compile_host(kernels / SOURCES[0].name, objects[0], include_flags(headers, kernels))
-    compile_host(SOURCES[1], objects[1], include_flags(headers), checked=False)
+    compile_host(SOURCES[1], objects[1], include_flags(headers, kernels), checked=False)
     link_host(headers, [*objects, "-shared"], folder / NAME)
 
 

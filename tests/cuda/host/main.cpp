@@ -1,6 +1,7 @@
 // Runs nodes of our CUDA op for tests/cuda, on the emulator. One shared library with sparse-attn.cu.
 
 #include "sparse-attn.cuh"
+#include "sparse-switches.cuh"
 
 static ggml_cuda_device_info info;
 const ggml_cuda_device_info & ggml_cuda_info() { return info; }
@@ -47,15 +48,13 @@ extern "C" int sparq_cuda_compute(ggml_cgraph * graph, int i, int fuse, int cc, 
         add(graph->nodes[j]);
         std::for_each(std::begin(graph->nodes[j]->src), std::end(graph->nodes[j]->src), add);
     }
-#if SPARQ_EARLY
     const ggml_tensor * next = graph->nodes[std::min(i + 1, graph->n_nodes - 1)];
     machine.early.clear();
     for (const ggml_tensor * t : { graph->nodes[i]->src[5], graph->nodes[i]->src[8], next->src[9] }) { // sealed, wanted, visible
-        if (t) {
+        if (t && SPARQ_EARLY) {
             machine.early.emplace_back(t->data, ggml_nbytes(t));
         }
     }
-#endif
     test_pool pool;
     ggml_backend_cuda_context ctx;
     ctx.the_pool = &pool;
