@@ -456,7 +456,7 @@ def label(row: Row) -> str:
     if row["n_prompt"] > 1:  # SparQ seals during a prompt
         whose = "our" if row["calls_prefill"] else "llama.cpp's"
         return f"{row['sparse_attn']}, {whose} prefill"
-    return str(row["sparse_attn"]) + (", dense: below min_ctx" if row["below_min_ctx"] else "")
+    return str(row["sparse_attn"])
 
 
 # shown if rows differ in it
@@ -480,7 +480,7 @@ def markdown(recs: Sequence[Record]) -> str:
     """llama-bench's table, with our own columns at the right; none that says nothing."""
     shown: dict[str, Column] = {
         "model": lambda r: r["model_type"],
-        "size": lambda r: _size(r["model_size"]),
+        "size": lambda r: human_bytes(r["model_size"]),
         "threads": lambda r: r["n_threads"],
         "type_k": lambda r: r["type_k"],
         "type_v": lambda r: r["type_v"],
@@ -508,10 +508,6 @@ def markdown(recs: Sequence[Record]) -> str:
     speeds = [statistics.median(r["bandwidth_bytes_per_s"]) for r in recs]
     ending = about(recs, speeds, f"positions before: {before}", built)
     return f"{table.columns(full, lines, left=('model', 'attention'))}\n\n{ending}"
-
-
-def _size(n: int) -> str:
-    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.2f} MiB"
 
 
 MEASUREMENT = Measurement("speed", SpeedOptions, SpeedCase, groups, measure, markdown, BOTH, rows)
