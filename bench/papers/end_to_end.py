@@ -16,9 +16,7 @@ from pyorch.measure import records
 
 FILE = "speed.jsonl"
 MODEL = "llama2-7b q8_0"
-NEEDS = (
-    "sparq-cpp bench -d '4096-131072*2' -n 10 -r 3 -a sparq,ratio=1/8 -a sparq,ratio=1/8,shadow=f16"
-)
+NEEDS = "sparq-cpp bench -d '4096-131072*2' -n 20 -r 6"
 
 
 def published() -> list[tuple[float, float]]:

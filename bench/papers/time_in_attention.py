@@ -64,8 +64,8 @@ def fit(at: Samples) -> tuple[float, float]:
 
 
 def _samples(file: Path) -> dict[tuple[str, int], dict[str, Samples]]:
-    """By model and threads, then by attention: of one library, the newest with enough lengths."""
-    models: dict[tuple[str, int], dict[str, dict[str, Samples]]] = {}  # the newest library last
+    """By model and threads, then by attention: of each length the newest."""
+    models: dict[tuple[str, int], dict[str, Samples]] = {}
     for rec in load_all(file):
         c = read_case(SpeedCase, rec)
         if c.spec.sparse and not rec["counters"].get("calls_sparse"):
@@ -74,17 +74,9 @@ def _samples(file: Path) -> dict[tuple[str, int], dict[str, Samples]]:
         if plain and c.model_type.startswith("llama2-7b q8_0"):
             stock = f"stock -fa {int(c.flash_attn)}"
             name = stock if c.library == "stock" else plot.name_of(c.spec)
-            lines = models.setdefault((c.model_type, c.n_threads), {}).setdefault(name, {})
-            stamp = rec["env"]["stamps"][c.library]
-            lines[stamp] = lines.pop(stamp, {}) | {c.n_depth: np.array(rec["samples_ns"]) / 1e6}
-    return {
-        model: {name: _newest([*of.values()][::-1]) for name, of in lines.items()}
-        for model, lines in models.items()
-    }
-
-
-def _newest(libraries: Sequence[Samples]) -> Samples:
-    return next((at for at in libraries if len(at) >= MIN_LENGTHS), libraries[0])
+            at = models.setdefault((c.model_type, c.n_threads), {}).setdefault(name, {})
+            at[c.n_depth] = np.array(rec["samples_ns"]) / 1e6
+    return models
 
 
 def draw(rows: Sequence[plot.Row]) -> Any:
