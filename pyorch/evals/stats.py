@@ -4,8 +4,8 @@ Examples that ask about the same text are not independent, nor are those about s
 that overlap. `groups` says which do, and then whole texts count: the standard error is what leaving
 out one text at a time gives (the jackknife, Tukey 1958; for a plain mean it is the usual one), and
 Wilson's interval counts fewer examples (Kish's design effect). Both go by Student's t, since a few
-texts tell little about their own spread. Fewer than `FEWEST` tell too little: their interval is
-NaN, and tables say so.
+texts tell little about their own spread. Fewer than `FEWEST` tell too little, and texts that are
+all alike nothing: their interval is NaN, and tables show none.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def student(value: float, without: np.ndarray) -> tuple[float, float]:
         without: (n,) the statistic with each group left out in turn.
     """
     n = len(without)
-    if n < FEWEST:
+    if n < FEWEST or np.allclose(without, without[0], rtol=1e-12, atol=0):
         return NONE
     half = quantile(n) * _error(without)
     return value - half, value + half

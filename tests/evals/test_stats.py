@@ -90,6 +90,7 @@ def test_the_mean_of_a_sample_has_the_interval_of_a_textbook() -> None:
     assert stats.mean(gain) == pytest.approx((0.7001142, 2.4598858), abs=1e-6)
     same = stats.mean(np.repeat(gain, 3), np.repeat(np.arange(10), 3).tolist())
     assert same == pytest.approx(stats.mean(gain))
+    assert np.isnan(stats.mean(np.full(12, 0.1))).all()  # their spread is not known to be nothing
 
 
 def test_right_answers_to_all_questions_about_a_text_count_once() -> None:
@@ -105,7 +106,6 @@ def test_right_answers_to_all_questions_about_a_text_count_once() -> None:
 def test_standard_error() -> None:
     scores = np.array([1.0, 2.0, 3.0, 4.0])
     assert stats.standard_error(scores) == pytest.approx(np.sqrt(5 / 3) / 2)
-    assert stats.standard_error(np.repeat(scores, 5), [i // 5 for i in range(20)]) == pytest.approx(
-        np.sqrt(5 / 3) / 2
-    )
+    repeated = stats.standard_error(np.repeat(scores, 5), [i // 5 for i in range(20)])
+    assert repeated == pytest.approx(np.sqrt(5 / 3) / 2)
     assert np.isnan(stats.standard_error(scores, [0] * 4))
