@@ -87,7 +87,7 @@ def _text(words: str, text: str, results: Path, cell: bool = False) -> tuple[str
     if n > len(numbers) or (n < len(numbers) and not cell):
         raise SparqError(f"{len(numbers)} numbers for {text!r}", "a column for each number")
     if any(math.isnan(x) for _, x in numbers[:n]):
-        raise SparqError("a number is missing", "below six texts, or all alike: no interval")
+        raise SparqError("a number is missing", "an interval needs six texts, not all alike")
     values = iter(numbers)
     return NUMBER.sub(lambda m: _in_form(*next(values), m), text), any(old for _, old in chosen)
 
