@@ -182,8 +182,8 @@ def points(figure: str, series: str) -> list[tuple[float, float]]:
 def caption(figure: Figure, folder: Path) -> str:
     """The caption of a figure, with the machine of the last record and how many are old."""
     recs = [r for r in records.load_all(folder / figure.file) if "env" in r]
-    m = recs[-1]["env"]["machine"]
-    about = f"{figure.caption} {m['cpu']}, {m['cores']} cores."
+    m, day = recs[-1]["env"]["machine"], recs[-1].get("time", "")[:10]
+    about = f"{figure.caption} {m['cpu']}, {m['cores']} cores, {day}."
     return about + records.about_old(recs)
 
 

@@ -83,10 +83,6 @@ def test_records_of_two_machines_need_its_name(results: Callable[..., Path]) -> 
         assert len(numbers.fill(f"a <!--n:{name};1/8;speedup-->2<!--/-->", folder)[1]) == n_wrong
 
 
-def timed(name: str, made: Callable[[list[records.Record]], str]) -> str:
-    return made(records.latest(records.load_all(EPYC / f"{name}.jsonl")))
-
-
 # the tables that are made from the records beside them
 TABLES: dict[str, Callable[[], str]] = {
     **{
@@ -95,18 +91,16 @@ TABLES: dict[str, Callable[[], str]] = {
         )
         for name in ("eval", "eval-real", "eval-floor", "eval-prompts", "ablations")
     },
-    "eval-budgets": lambda: table.summary(series.read_folder(EPYC / "eval-budgets")),
     **{
-        name: lambda name=name, made=made: timed(name, made)
-        for name, made in (
-            ("speed", speed.markdown),
-            ("token_rate/speed", speed.markdown),
-            ("geometries/speed", speed.markdown),
-            ("long/speed", speed.markdown),
-            ("attention", attention_time.markdown),
-            ("long/prompt_time", prompt_time.table),
-            ("ik_llama/prompt_time", prompt_time.table),
+        name: lambda name=name, made=made: made(
+            records.latest(records.load_all(EPYC / f"{name}.jsonl"))
         )
+        for made, names in (
+            (speed.markdown, "speed token_rate/speed geometries/speed long/speed"),
+            (attention_time.markdown, "attention"),
+            (prompt_time.table, "long/prompt_time ik_llama/prompt_time"),
+        )
+        for name in names.split()
     },
     **{
         of.name: lambda of=of: measurement.whole_table(of, EPYC)

@@ -184,12 +184,12 @@ def table(recs: Sequence[Record]) -> str:
         for name, of in lines.items()
     ]
     depths = [r["tokens"] for r in next(iter(lines.values()))]
-    case, cpu = records.read_case(PromptCase, recs[0]), recs[0]["env"]["machine"]["cpu"]
+    case = records.read_case(PromptCase, recs[0])
     rope = f" RoPE: {case.rope}." if case.rope else ""
     about = (
         f"Seconds for {CHUNK} tokens after so many positions. {recs[0]['model_name']}, weights "
         f"{'rearranged' if case.repack else 'as in the file'}, K in f16, V in f16, "
-        f"{case.n_threads} threads, {cpu}; medians of {case.n_samples}.{rope}"
+        f"{case.n_threads} threads, {records.about(recs)}; medians of {case.n_samples}.{rope}"
     )
     of_whole = (
         "Seconds for a prompt of so many tokens; in brackets how many times faster than the "

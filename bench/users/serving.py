@@ -114,7 +114,7 @@ def rows(recs: Sequence[Record]) -> list[Row]:
 @tables
 def table(recs: Sequence[Record]) -> str:
     """That of a run, which has its own model and sizes."""
-    case, env = records.read_case(ServerCase, recs[0]), recs[0]["env"]
+    case = records.read_case(ServerCase, recs[0])
     head = ["attention", "tokens/s of all slots", "against the best stock"]
     head += ["ms between tokens, p50 / p95 / p99", "s to the first token, median / maximum"]
     body = [
@@ -130,7 +130,7 @@ def table(recs: Sequence[Record]) -> str:
     about = (
         f"{case.n_slot} slots, each with a prompt of {case.n_prompt} tokens, which all read at "
         f"once, and {case.n_gen} tokens of reply; {recs[0]['model_name']}, {case.n_threads} "
-        f"threads, {env['machine']['cpu']}; medians of {case.n_rounds} rounds in turns, in "
+        f"threads, {records.about(recs)}; medians of {case.n_rounds} rounds in turns, in "
         "brackets the 10th and 90th percentile."
     )
     return f"{about}\n\n{markdown(head, body)}"

@@ -298,15 +298,12 @@ def _list(tasks: list[Task]) -> None:
 @click.option(
     "--output",
     "-o",
-    type=click.Choice(["md", "summary", "csv", "json"]),
+    type=click.Choice(["md", "csv", "json"]),
     default="md",
     help="Format of the tables.  [default: md]",
 )
 def table_command(folder: str, names: tuple[str, ...], output: str) -> None:
-    """Print the tables of a folder of records again, or of each folder in it.
-
-    `-o summary` puts all tasks in one.
-    """
+    """Print the tables of a folder of records again, or of each folder in it."""
     from pyorch.evals import series, table
 
     form = table.FORMATS[output]

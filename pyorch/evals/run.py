@@ -127,9 +127,18 @@ class _Work:
     keys: Mapping[Method, Sequence[str]]  # the keys of each method, by example
 
     def begin(self, force: bool) -> dict[int, list[Method]]:
-        """Make sure that the file has the setting. Returns what it lacks: example -> methods."""
+        """Make sure that the file has the setting. Returns what it lacks: example -> methods.
+
+        What changed code adds makes all of the setting that of changed code.
+        """
         known = {} if force else records.load(self.file)
-        if self.header["key"] not in known:
+        todo = {
+            i: [m for m, keys in self.keys.items() if keys[i] not in known]
+            for i in range(len(self.examples))
+        }
+        todo = {i: methods for i, methods in todo.items() if methods}
+        before = known.get(self.header["key"])
+        if not before or (todo and self.header["env"]["dirty"] > before["env"]["dirty"]):
             with suppress(OSError):  # which the next line tells
                 paths.private(self.file.parent)
                 self.file.touch(0o600)  # answers may recite somebody's text
@@ -139,11 +148,7 @@ class _Work:
             plan = self._asked(method)
             if known.get(plan["key"]) != plan:
                 records.append(self.file, plan)
-        todo = {
-            i: [m for m, keys in self.keys.items() if keys[i] not in known]
-            for i in range(len(self.examples))
-        }
-        return {i: methods for i, methods in todo.items() if methods}
+        return todo
 
     def series(self) -> list[Series]:
         known = records.load(self.file)

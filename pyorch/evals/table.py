@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import table as tables
-from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec, ratio_text
+from pyorch.attention.spec import BOUNDS, EXACT, AttentionSpec
 from pyorch.evals import stats, tasks
 from pyorch.evals.series import Series, by_setting
-from pyorch.evals.task import Task
-from pyorch.policies import OFF, STOCK_FA0, Method, is_sparse, parse
+from pyorch.policies import OFF, STOCK_FA0, Method, parse
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,9 @@ def _about(group: Sequence[Series], lines: Sequence[Row]) -> str:
     parts += [f"{case['threads']} thread{'s' * (case['threads'] > 1)}"]
     parts += [f"numa {case['numa']}"] if "numa" in case else []
     parts += [f"{case['n_workers']} workers"] if "n_workers" in case else []
+    parts += [env["machine"]["cpu"], env["commit"][:9] or f"version {env['version']}"]
     better = "higher" if tasks()[case["task"]].higher else "lower"
-    text = f"{', '.join(parts)}, {env['machine']['cpu']}; {better} is better."
+    text = f"{', '.join(parts)}; {better} is better."
     n_texts = [r.texts for r in lines]
     many = f"{_span(n_texts)} text{'s' * (max(n_texts) > 1)}"
     if min(n_texts) < stats.FEWEST:
@@ -209,82 +209,6 @@ def about_state(series: Sequence[Series], lines: Sequence[Row]) -> str:
     text = f" **Incomplete**, examples missing: {', '.join(lacking)}." if lacking else ""
     text += any(s.old for s in series) * " Measured by an earlier version of the evaluation."
     return text + any(s.env["dirty"] for s in series) * " Of code with changes after its commit."
-
-
-# ---- one table of all tasks, like SparQ's Table 2 ----
-
-
-def summary(series: Sequence[Series]) -> str:
-    """A row per method, a column per task and ratio.
-
-    Ratios that only one method was run at, and settings with only one method, are left out. What
-    reads everything, besides the first method of a setting, has the same score in all columns.
-    """
-    groups = [rows(g) for g in by_setting(series) if len(g) > 1]
-    every = [row for g in groups for row in g]
-    lines_at: dict[float, set[str]] = {}
-    for row in every:
-        lines_at.setdefault(ratio_of(row.method), set()).add(line_of(row.method))
-    ratios = sorted((r for r, n in lines_at.items() if r and len(n) > 1), reverse=True)
-    exact = [line_of(r.method) for g in groups for r in g[1:] if not is_sparse(r.method)]
-    sparse = [line_of(r.method) for r in every if ratio_of(r.method) in ratios]
-    head, dense = ["method"], ["`off`, dense"]
-    body = {line: [f"`{line}`"] for line in (*exact, *sparse)}
-    for g in groups:
-        by_key = {(line_of(row.method), ratio_of(row.method)): row for row in g}
-        for ratio in ratios:
-            head.append(f"{g[0].task} {ratio_text(ratio)}")
-            dense.append(_cell(g[0]).removesuffix(" *"))
-            for line, cells in body.items():
-                place = by_key.get((line, 0 if line in exact else ratio))
-                cells.append(_cell(place) if place else "-")
-    text = "; ".join(map(_about_task, groups))
-    text += ". ± half of the 95 % interval; * differs from dense on the same examples."
-    text += _about_bytes(every) + about_state(series, every)
-    return tables.markdown(head, (dense, *body.values())) + "\n\n" + text
-
-
-def _cell(row: Row) -> str:
-    """A score and half of its interval, with a star if it differs from dense."""
-    task = tasks()[row.task]
-    half = (row.score_high - row.score_low) / 2
-    differs = row.difference_low > 0 or row.difference_high < 0
-    text = _short(task, row.score, row.score)
-    text += "" if math.isnan(half) else f" ± {_short(task, half, row.score)}"
-    return text + differs * " *"
-
-
-def _short(task: Task, value: float, score: float) -> str:
-    """A score, or half of its interval, with the digits of the score."""
-    if task.percent:
-        return f"{100 * value:.0f}"
-    return f"{value:.{0 if score >= 9.95 else 1 if task.metric.startswith('char') else 3}f}"
-
-
-def _about_task(group: Sequence[Row]) -> str:
-    task, fewest = tasks()[group[0].task], min(group, key=lambda row: row.n)
-    text = f"{task.name}: {task.metric}{' in %' * task.percent}, {_span([r.n for r in group])}"
-    text += f" examples of up to {group[0].ctx} positions"
-    if min(row.texts for row in group) < stats.FEWEST:
-        text += f" about fewer than {stats.FEWEST} texts: no interval"
-    if fewest.n < max(row.n for row in group):
-        dense = fewest.score - fewest.difference
-        text += f" (dense on the same {fewest.n}: {_short(task, dense, dense)})"
-    return text
-
-
-def _about_bytes(lines: Sequence[Row]) -> str:
-    """The methods that read clearly more than their ratio."""
-    over: dict[str, list[float]] = {}
-    for row in lines:
-        # SparQ's last positions, which are not sealed yet, come on top of its ratio
-        if ratio_of(row.method) and row.share_of_dense > ratio_of(row.method) + 0.05:
-            over.setdefault(line_of(row.method), []).append(100 * row.share_of_dense)
-    text = ""
-    for line, shares in over.items():
-        why = " whatever its ratio, which is that of the positions it keeps" * (line == "topk")
-        text += f" `{line}` reads {min(shares):.0f} to {max(shares):.0f} % of dense's bytes{why}."
-    return text
 
 
 # ---- for programs ----
@@ -323,4 +247,4 @@ def flat(row: Row) -> dict[str, Any]:
     return vars(row) | {"method": str(row.method)}
 
 
-FORMATS = {"md": markdown, "summary": summary, "csv": as_csv, "json": as_json}
+FORMATS = {"md": markdown, "csv": as_csv, "json": as_json}

@@ -125,6 +125,17 @@ def is_old(rec: Mapping[str, Any]) -> bool:
     return int(rec.get("version", 0)) < version_of(rec.get("bench", "eval"))
 
 
+def about(recs: Sequence[Record]) -> str:
+    """The machine of the first record, and the days and commits of all."""
+    machine, isa = recs[0]["env"]["machine"], ", ".join(recs[0]["env"].get("isa", ()))
+    days = sorted(r["time"][:10] for r in recs)
+    taken = " to ".join(dict.fromkeys((days[0], days[-1])))
+    commits = dict.fromkeys(
+        r["env"]["commit"][:9] + " and changes" * r["env"]["dirty"] for r in recs
+    )
+    return ", ".join((f"{machine['cpu']}, {machine['cores']} cores ({isa})", taken, *commits))
+
+
 def about_old(recs: Sequence[Record]) -> str:
     """A sentence on how many of the records are old, or nothing."""
     n = sum(map(is_old, recs))

@@ -99,7 +99,7 @@ def fake_records() -> list[records.Record]:
                 base_bytes_per_token=10**6,
                 counters={},
                 bandwidth_bytes_per_s=[1e9, 1e9, 20e9, 20e9],  # two turns at 32 positions, two at S
-                env={"machine": {"cpu": "C", "cores": 2}, "commit": "c", "isa": ["avx2"]},
+                env={"machine": {"cpu": "C", "cores": 2}, "isa": [], "commit": "c", "dirty": 0},
             )
         )
     return out

@@ -75,6 +75,8 @@ def test_a_longer_run_and_another_method_add_only_what_is_missing(
     run_eval: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "out" / "needle.jsonl"
+    code = {"commit": "", "dirty": False}
+    monkeypatch.setattr(bench_records, "_commit", lambda: code)
 
     def run(*args: object) -> list[dict[str, Any]]:
         result = run_eval("needle", "--ctx", 576, *args)
@@ -93,10 +95,15 @@ def test_a_longer_run_and_another_method_add_only_what_is_missing(
         [("off", 5), ("dense", 5)],
         [("off", 2)],
     ]
-    # so is another machine, whose times are not mixed with these
+    # what changed code adds makes all of its setting that of changed code
+    code["dirty"] = True
+    for n, dirty in ((2, [False, False, False]), (3, [False, False, True])):
+        run("-n", n, "-a", "off", "--seed", 2)
+        assert [s.env["dirty"] for s in series.read(file)] == dirty
+    # another machine is another setting, whose times are not mixed with these
     other = bench_records.machine() | {"cpu": "another"}
     monkeypatch.setattr(bench_records, "machine", lambda: other)
-    assert len(run("-n", 2, "-a", "off")) == len(run("-n", 2, "-a", "off")) == 14
+    assert len(run("-n", 2, "-a", "off")) == len(run("-n", 2, "-a", "off")) == 15
 
 
 @pytest.fixture
@@ -438,9 +445,8 @@ def test_an_interrupted_run_is_shown_by_the_examples_that_both_have(
     off, dense = json.loads(shown(some, "table", out, "-o", "json").stdout)
     assert dense["numbers"] == [3, 7] and off["numbers"] == list(range(8))
     assert dense["difference"] == 0 and (off["missing"], dense["missing"]) == (0, 6)
-    for form in ("md", "summary"):
-        text = shown(some, "table", out, "-o", form).stdout
-        assert "**Incomplete**, examples missing: `dense` 6 of 8." in text
+    lacking = "**Incomplete**, examples missing: `dense` 6 of 8."
+    assert lacking in shown(some, "table", out).stdout
     # the last examples are missing, of all methods alike: only the line of what was asked tells
     text = shown(lambda x: x["i"] < 5, "table", out).stdout
     assert "examples missing: `off` 3 of 8, `dense` 3 of 8." in text

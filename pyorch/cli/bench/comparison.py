@@ -206,12 +206,10 @@ def types_of(row: Row) -> str:
 
 
 def about(recs: Sequence[Record], bandwidths: Sequence[float], *more: str) -> str:
-    """The sentence below a table: the machine, and how fast it read memory."""
-    machine, speeds = recs[0]["env"]["machine"], sorted(x / 1e9 for x in bandwidths)
-    isa = ", ".join(recs[0]["env"]["isa"])
+    """The sentence below a table: where and when, and how fast memory was read."""
+    speeds = sorted(x / 1e9 for x in bandwidths)
     read = f"sequential read {speeds[0]:.1f}-{speeds[-1]:.1f} GB/s in the same run"
-    parts = f"{machine['cpu']}, {machine['cores']} cores ({isa})", read, *more
-    return f"{'; '.join(parts)}.{records.about_old(recs)}"
+    return f"{'; '.join((records.about(recs), read, *more))}.{records.about_old(recs)}"
 
 
 NUMA: dict[str, Column] = {"numa": lambda r: r["numa"] or "none"}

@@ -501,10 +501,7 @@ def markdown(recs: Sequence[Record]) -> str:
     every = {**shown, **differing(_SETTINGS, lines)}
     full = {name: show for name, show in every.items() if {show(r) for r in lines} != {"-"}}
     before = " or ".join(dict.fromkeys(map(_before, lines)))
-    commits = dict.fromkeys(
-        f"{r['env']['commit'][:9]}{' and changes' if r['env']['dirty'] else ''}" for r in recs
-    )
-    built = ", ".join((*dict.fromkeys(r["env"]["pin"] for r in recs), *commits))
+    built = ", ".join(dict.fromkeys(r["env"]["pin"] for r in recs))
     speeds = [statistics.median(r["bandwidth_bytes_per_s"]) for r in recs]
     ending = about(recs, speeds, f"positions before: {before}", built)
     return f"{table.columns(full, lines, left=('model', 'attention'))}\n\n{ending}"
