@@ -16,7 +16,7 @@ from pyorch.cli.summary import Summary, summary_of
 from pyorch.cli.terminal import note_if_busy
 from pyorch.cli.types import Ratio
 from pyorch.errors import SparqError
-from pyorch.progress import progress_bar
+from pyorch.progress import progress_bar, say
 from pyorch.table import markdown
 from pyorch.text import human_bytes
 
@@ -83,7 +83,7 @@ def complete(session: Session, spec: AttentionSpec) -> list[tuple[Summary, Summa
 
     text = story()
     prompts = [engine.tokenize(session, f"{text}\n\n{cue}") for _, cue, _ in FACTS]
-    with progress_bar("reading the story", of="tokens") as progress:
+    with progress_bar("reading the story", of="tokens", off_terminal=say) as progress:
         engine.prefill(session, engine.align(session, prompts[0]), progress=progress)
     title, _, _ = text.partition("\n")
     time = f"{len(prompts[0])} tokens, read in {session.timings.prefill_s:.1f} s"
