@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -99,8 +99,8 @@ def test_it_ends_although_a_client_waits(
         with started(server_dir, tmp_path / "log", "-m", tiny, *LINE, by=by) as (url, _):
             client = sent(url, LONG, **how)
             until_busy(url, 1)
-        with closing(client), pytest.raises((http.client.HTTPException, ConnectionError)):
-            client.getresponse().read()
+        with closing(client), suppress(http.client.HTTPException, ConnectionError):
+            assert b"the program ends" in client.getresponse().read()  # or it is cut off
 
 
 def nested(n: int) -> str:
