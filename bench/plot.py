@@ -182,9 +182,9 @@ def points(figure: str, series: str) -> list[tuple[float, float]]:
 def caption(figure: Figure, folder: Path) -> str:
     """The caption of a figure, with the machine of the last record and how many are old."""
     recs = [r for r in records.load_all(folder / figure.file) if "env" in r]
-    m, day = recs[-1]["env"]["machine"], recs[-1].get("time", "")[:10]
-    about = f"{figure.caption} {m['cpu']}, {m['cores']} cores, {day}."
-    return about + records.about_old(recs)
+    m = recs[-1]["env"]["machine"]
+    of = f"{m['cpu']}, {m['cores']} cores", recs[-1].get("time", "")[:10]  # none in those of `eval`
+    return f"{figure.caption} {', '.join(filter(None, of))}." + records.about_old(recs)
 
 
 def default_folder() -> Path:

@@ -1,7 +1,7 @@
 // ik_llama.cpp as one of the sides of `sparq-cpp bench --rival`: answers the requests of
 // pyorch/measure/process.py that a stock side gets. In a checkout of its commit 8337e4cd3, built by
-// `cmake -B build && cmake --build build --target llama`, whose defaults are its fastest for a CPU
-// (Release, native, its kernels of products and attention); weights are rearranged if stock's are:
+// `cmake -B build && cmake --build build --target llama` (its defaults; no other flags were compared;
+// weights are rearranged if stock's are):
 //
 //   g++ -O2 -std=c++17 -fopenmp -Iinclude -Isrc -Iggml/include -Iggml/src -Ivendor \
 //       .../bench/rivals/ik_llama.cpp -o ik_llama.cpp-8337e4cd3 build/src/libllama.so \

@@ -129,16 +129,17 @@ class _Work:
     def begin(self, force: bool) -> dict[int, list[Method]]:
         """Make sure that the file has the setting. Returns what it lacks: example -> methods.
 
-        What changed code adds makes all of the setting that of changed code.
+        What changed code adds makes all of the setting that of changed code, for good.
         """
-        known = {} if force else records.load(self.file)
+        before = records.load(self.file)
+        known = {} if force else before
         todo = {
             i: [m for m, keys in self.keys.items() if keys[i] not in known]
             for i in range(len(self.examples))
         }
         todo = {i: methods for i, methods in todo.items() if methods}
-        before = known.get(self.header["key"])
-        if not before or (todo and self.header["env"]["dirty"] > before["env"]["dirty"]):
+        setting = before.get(self.header["key"])
+        if not setting or (todo and self.header["env"]["dirty"] > setting["env"]["dirty"]):
             with suppress(OSError):  # which the next line tells
                 paths.private(self.file.parent)
                 self.file.touch(0o600)  # answers may recite somebody's text

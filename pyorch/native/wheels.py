@@ -21,12 +21,13 @@ def main() -> None:
     into, names = paths.expanded(sys.argv[1]).absolute(), sys.argv[2:]
     for name in ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS"):  # they would make another wheel
         os.environ.pop(name, None)
-    known = (*wheel.TARGETS, *carried_gpu.BACKENDS)
+    backend = names.pop(0) if names and names[0] in carried_gpu.BACKENDS else ""
     try:
-        if wrong := [x for x in names if x not in known and not x.isdigit()]:
-            raise SparqError(f"no wheel is called {wrong[0]}", f"those are {', '.join(known)}")
-        if names and names[0] in carried_gpu.BACKENDS:
-            print(gpu_wheel.make(names[0], into, tuple(names[1:])))
+        if backend != "cuda" and (wrong := [x for x in names if x not in wheel.TARGETS]):
+            every = (*wheel.TARGETS, *carried_gpu.BACKENDS)
+            raise SparqError(f"no wheel is called {wrong[0]}", f"those are {', '.join(every)}")
+        if backend:
+            print(gpu_wheel.make(backend, into, tuple(names)))
         else:
             for name in names or wheel.TARGETS:
                 print(wheel.make(name, into))

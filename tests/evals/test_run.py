@@ -95,15 +95,15 @@ def test_a_longer_run_and_another_method_add_only_what_is_missing(
         [("off", 5), ("dense", 5)],
         [("off", 2)],
     ]
-    # what changed code adds makes all of its setting that of changed code
-    code["dirty"] = True
-    for n, dirty in ((2, [False, False, False]), (3, [False, False, True])):
-        run("-n", n, "-a", "off", "--seed", 2)
-        assert [s.env["dirty"] for s in series.read(file)] == dirty
+    # what changed code adds makes all of its setting that of changed code, for good
+    for dirty, more, last in ((1, [2], 0), (1, [3], 1), (0, [2, "--force"], 1)):
+        code["dirty"] = bool(dirty)
+        run("-a", "off", "--seed", 2, "-n", *more)
+        assert [s.env["dirty"] for s in series.read(file)] == [0, 0, last]
     # another machine is another setting, whose times are not mixed with these
     other = bench_records.machine() | {"cpu": "another"}
     monkeypatch.setattr(bench_records, "machine", lambda: other)
-    assert len(run("-n", 2, "-a", "off")) == len(run("-n", 2, "-a", "off")) == 15
+    assert len(run("-n", 2, "-a", "off")) == len(run("-n", 2, "-a", "off")) == 17
 
 
 @pytest.fixture
